@@ -216,6 +216,12 @@ class Prefault:
     def __init__(self, memory: Sequence[tuple[int, int]], owner: object) -> None:
         """Start on ranges of (address, size_bytes). The owner keeps them mapped, and lives as long as this."""
 
+class TorchFunctions:
+    """What a tensor is, asked of torch's C++ functions."""
+
+    @staticmethod
+    def find(library: str, tensor: type, storage: type, samples: list[torch.Tensor]) -> TorchFunctions | None: ...
+
 class TorchTypes:
     def __init__(
         self,
@@ -231,10 +237,13 @@ class TorchTypes:
         location_of: Callable[[torch.UntypedStorage], str],
         is_host_tagged_cpu: bool,
         may_have_names: bool,
+        functions: TorchFunctions | None,
     ) -> None: ...
 
 class TensorQuestions:
-    def __init__(self, tensor: type, parameter: type, storage: type) -> None: ...
+    def __init__(
+        self, tensor: type, parameter: type, storage: type, functions: TorchFunctions | None = None
+    ) -> None: ...
 
 def add_tensors(
     values: dict[Any, Any],

@@ -5,9 +5,11 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "binding/bindings.h"
 #include "binding/column.h"
 #include "binding/tensor_questions.h"
+#include "binding/torch_functions.h"
 
 namespace py = pybind11;
 
@@ -24,8 +27,10 @@ namespace {
 // What is asked of tensors here. Those of a subclass may answer in their own way.
 class [[gnu::visibility("hidden")]] Questions {
  public:
-  Questions(const py::type& tensor, py::type parameter, const py::type& storage)
-      : tensor_(tensor),
+  Questions(const py::type& tensor, py::type parameter, const py::type& storage,
+            std::shared_ptr<const TorchFunctions> functions)
+      : functions_(std::move(functions)),
+        tensor_(tensor),
         parameter_(std::move(parameter)),
         version_(tensor, "_version"),
         untyped_storage_(tensor, "untyped_storage"),
@@ -40,6 +45,8 @@ class [[gnu::visibility("hidden")]] Questions {
 
   // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
   int64_t VersionOf(PyObject* tensor) const {
+    const bool is_asked_natively = functions_ != nullptr && IsPlain(tensor);
+    if (const auto version = is_asked_natively ? functions_->Version(tensor) : std::nullopt) return *version;
     try {
       const py::object version = IsPlain(tensor) ? version_.Of(tensor) : py::handle(tensor).attr("_version");
       return version.cast<int64_t>();
@@ -49,13 +56,31 @@ class [[gnu::visibility("hidden")]] Questions {
     }
   }
 
-  // REQUIRES: IsPlain. A tensor without a storage raises NotImplementedError or RuntimeError.
-  uint64_t KeyOf(PyObject* tensor) const { return AsUnsigned(key_.Of(untyped_storage_.Of(tensor).ptr())); }
+  // REQUIRES: IsPlain. For a tensor without a storage it returns 0, or raises NotImplementedError or RuntimeError.
+  uint64_t KeyOf(PyObject* tensor) const {
+    return functions_ != nullptr ? functions_->StorageKey(tensor)
+                                 : AsUnsigned(key_.Of(untyped_storage_.Of(tensor).ptr()));
+  }
+
+  // Reads the memory of the plain ones among the next tensors of a list; see TorchFunctions::Touch.
+  void Touch(const py::list& tensors, size_t first) const {
+    if (functions_ == nullptr) return;
+    std::array<PyObject*, kTouchCount> plain;
+    size_t count = 0;
+    for (size_t i = first; i < std::min(first + kTouchCount, tensors.size()); i++) {
+      PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), Py_ssize_t(i));
+      if (IsPlain(tensor)) plain[count++] = tensor;
+    }
+    functions_->Touch(std::span(plain).first(count));
+  }
+
+  static constexpr size_t kTouchCount = 64;
 
   uint64_t AddressOf(PyObject* storage) const { return AsUnsigned(address_.Of(storage)); }
   uint64_t SizeOf(PyObject* storage) const { return AsUnsigned(size_.Of(storage)); }
 
  private:
+  const std::shared_ptr<const TorchFunctions> functions_;  // null: Python's attributes are asked
   const py::type tensor_, parameter_;
   const Asked version_, untyped_storage_, key_, address_, size_;
 };
@@ -75,6 +100,7 @@ class [[gnu::visibility("hidden")]] Counters {
   std::vector<uint32_t> Changed() const {
     std::vector<uint32_t> found;
     for (size_t i = 0; i < versions_.size(); i++) {
+      if (i % Questions::kTouchCount == 0) questions_->Touch(tensors_, i);
       if (questions_->VersionOf(PyList_GET_ITEM(tensors_.ptr(), Py_ssize_t(i))) != versions_[i]) {
         found.push_back(sources_[i]);
       }
@@ -168,14 +194,24 @@ class [[gnu::visibility("hidden")]] HeldSources {
   //   keys_of  of a tensor that is not plain, the keys of the storages inside it
   Owned OwnedBy(const py::list& tensors, const py::function& keys_of) const {
     Owned owned;
+    owned.sources.reserve(tensors.size());
     size_t next = 0;  // an object lists the state of an optimizer in the optimizer's order
+    size_t touched_count = 0;
     for (size_t i = 0; i < tensors.size(); i++) {
       PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), Py_ssize_t(i));
       if (next < held_.size() && PyList_GET_ITEM(holders_.ptr(), Py_ssize_t(next)) == tensor) {
         owned.sources.push_back(firsts_[held_[next++]]);
-      } else if (!questions_->IsPlain(tensor)) {
+        continue;
+      }
+      if (!questions_->IsPlain(tensor)) {
         for (const uint64_t key : keys_of(py::handle(tensor)).cast<std::vector<uint64_t>>()) Own(owned, tensor, key);
-      } else if (const uint32_t source = Own(owned, tensor); source != kNone && first_holders_[source] != kNone) {
+        continue;
+      }
+      if (i >= touched_count) {
+        questions_->Touch(tensors, i);
+        touched_count = i + Questions::kTouchCount;
+      }
+      if (const uint32_t source = Own(owned, tensor); source != kNone && first_holders_[source] != kNone) {
         next = first_holders_[source] + 1;
       }
     }
@@ -322,7 +358,8 @@ void AddTensors(const py::dict& values, py::list found, const py::type& tensor, 
 
 void BindHeldSources(py::module_& m) {
   py::class_<Questions>(m, "TensorQuestions")
-      .def(py::init<py::type, py::type, py::type>(), py::arg("tensor"), py::arg("parameter"), py::arg("storage"));
+      .def(py::init<py::type, py::type, py::type, std::shared_ptr<const TorchFunctions>>(), py::arg("tensor"),
+           py::arg("parameter"), py::arg("storage"), py::arg("functions") = py::none());
   m.def("add_tensors", &AddTensors, py::arg("values"), py::arg("found"), py::arg("tensor"), py::arg("add"));
   const py::class_<Owned> owned(m, "OwnedSources");
   py::class_<Counters>(m, "Counters").def("changed", &Counters::Changed);

@@ -530,12 +530,15 @@ PYBIND11_MODULE(_native, m) {
         ThrowIfError(status, path);
       },
       py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
+  py::class_<TorchFunctions, std::shared_ptr<TorchFunctions>>(m, "TorchFunctions")
+      .def_static("find", &TorchFunctions::Find, py::arg("library"), py::arg("tensor"), py::arg("storage"),
+                  py::arg("samples"));
   py::class_<TorchTypes>(m, "TorchTypes")
       .def(py::init<py::object, py::object, py::object, py::object, py::object, py::dict, py::object, py::object,
-                    py::object, bool, bool>(),
+                    py::object, bool, bool, std::shared_ptr<const TorchFunctions>>(),
            py::kw_only(), py::arg("tensor"), py::arg("parameter"), py::arg("storage"), py::arg("rebuild_parameter"),
            py::arg("ordered_dict"), py::arg("rebuild_by_dtype"), py::arg("is_ordinary"), py::arg("global_opcode"),
-           py::arg("location_of"), py::arg("is_host_tagged_cpu"), py::arg("may_have_names"));
+           py::arg("location_of"), py::arg("is_host_tagged_cpu"), py::arg("may_have_names"), py::arg("functions"));
   m.def("pickle_plain", &PicklePlain, py::arg("object"), py::arg("torch"));
   m.def("is_mount_point", &IsMountPoint, py::arg("path"));
   m.def(

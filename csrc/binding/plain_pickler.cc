@@ -18,6 +18,7 @@
 
 #include "binding/address_table.h"
 #include "binding/dense_tensor.h"
+#include "binding/pickle_output.h"
 #include "binding/tensor_questions.h"
 
 namespace py = pybind11;
@@ -28,72 +29,9 @@ namespace {
 // Thrown where only Python's pickler can go on.
 struct NotPlain : std::exception {};
 
-uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
-
-// Objects that were written, by identity, with their numbers. It holds a reference to each, as Python's does: the
-// identity of an object that was made on the way must not become another's.
-class Memo {
- public:
-  Memo() = default;
-  ~Memo() {
-    numbers_.ForEachAddress([](uintptr_t address) { Py_DECREF(reinterpret_cast<PyObject*>(address)); });
-  }
-  Memo(const Memo&) = delete;
-  Memo& operator=(const Memo&) = delete;
-
-  // Returns the number of an object, or null.
-  const uint32_t* Find(PyObject* object) const { return numbers_.Find(AddressOf(object)); }
-
-  // Numbers an object, which was not numbered before, and returns its number.
-  uint32_t Add(PyObject* object) {
-    numbers_.FindOrAdd(AddressOf(Py_NewRef(object)), count_);
-    return count_++;
-  }
-
-  // Numbers an object to which nobody refers, so that it cannot come again.
-  uint32_t AddUnseen() { return count_++; }
-
- private:
-  AddressTable numbers_;  // its objects are held
-  uint32_t count_ = 0;
-};
-
-// The opcodes of protocol 2, as Python's pickletools names them.
-enum Opcode : char {
-  kMark = '(',
-  kStop = '.',
-  kPop = '0',
-  kPopMark = '1',
-  kBinInt = 'J',
-  kBinInt1 = 'K',
-  kBinInt2 = 'M',
-  kNone = 'N',
-  kBinPersId = 'Q',
-  kReduce = 'R',
-  kBinUnicode = 'X',
-  kAppend = 'a',
-  kBuild = 'b',
-  kAppends = 'e',
-  kBinFloat = 'G',
-  kBinGet = 'h',
-  kLongBinGet = 'j',
-  kBinPut = 'q',
-  kLongBinPut = 'r',
-  kSetItem = 's',
-  kTuple = 't',
-  kSetItems = 'u',
-  kEmptyTuple = ')',
-  kEmptyList = ']',
-  kEmptyDict = '}',
-  kProto = '\x80',
-  kNewObj = '\x81',
-  kTuple1 = '\x85',
-  kNewTrue = '\x88',
-  kNewFalse = '\x89',
-  kLong1 = '\x8a',
-};
-
 constexpr int kBatchCount = 1000;  // items after one MARK
+constexpr int kAheadCount = 64;    // values of a dict whose memory is read before they are asked
+constexpr size_t kAheadInner = 8;  // values of each dict among them
 
 PyObject* Interned(const char* text) {
   PyObject* const made = PyUnicode_InternFromString(text);
@@ -139,58 +77,6 @@ const Names& N() {
   return *names;
 }
 
-// Grows like a string, but a byte takes no call, and the end is Python's bytes object without a copy.
-class Bytes {
- public:
-  Bytes() : bytes_(PyBytes_FromStringAndSize(nullptr, 1 << 16)) {
-    if (bytes_ == nullptr) throw py::error_already_set();
-    next_ = PyBytes_AS_STRING(bytes_);
-    end_ = next_ + PyBytes_GET_SIZE(bytes_);
-  }
-  ~Bytes() { Py_XDECREF(bytes_); }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
-
-  void Put(char byte) {
-    if (next_ == end_) Grow(1);
-    *next_++ = byte;
-  }
-
-  // Returns where so many bytes can be put; Taken() says where they end.
-  char* Room(size_t size) {
-    if (size > size_t(end_ - next_)) Grow(size);
-    return next_;
-  }
-  void Taken(char* end) { next_ = end; }
-
-  void Append(std::string_view more) {
-    std::memcpy(Room(more.size()), more.data(), more.size());
-    next_ += more.size();
-  }
-
-  // REQUIRES: nothing is put any more.
-  py::object Finish() {
-    Resize(next_ - PyBytes_AS_STRING(bytes_));
-    return py::reinterpret_steal<py::object>(std::exchange(bytes_, nullptr));
-  }
-
- private:
-  [[gnu::noinline]] void Grow(size_t least) {
-    const Py_ssize_t used = next_ - PyBytes_AS_STRING(bytes_);
-    Resize(2 * PyBytes_GET_SIZE(bytes_) + Py_ssize_t(least));
-    next_ = PyBytes_AS_STRING(bytes_) + used;
-    end_ = PyBytes_AS_STRING(bytes_) + PyBytes_GET_SIZE(bytes_);
-  }
-
-  void Resize(Py_ssize_t size) {
-    if (_PyBytes_Resize(&bytes_, size) != 0) throw py::error_already_set();  // it has dropped the bytes
-  }
-
-  PyObject* bytes_;
-  char* next_ = nullptr;
-  char* end_ = nullptr;
-};
-
 // An object that comes again and again, with its number once it has one.
 struct Repeated {
   PyObject* object;
@@ -234,6 +120,7 @@ class PlainPickler {
   // How tensors of a dtype are made again; see TorchTypes::rebuild_by_dtype.
   struct Rebuild {
     PyObject* dtype;
+    int32_t dtype_number;  // TorchFunctions' one; negative if it was not asked
     Repeated function, storage_class;
     uint64_t element_bytes;
     bool gets_dtype, may_be_conjugate;
@@ -251,14 +138,20 @@ class PlainPickler {
   void PutWith32(char opcode, uint32_t value) {
     char* const at = out_.Room(5);
     at[0] = opcode;
-    for (int byte = 0; byte < 4; byte++) at[1 + byte] = char(value >> 8 * byte);
+    std::memcpy(at + 1, &value, sizeof value);
     out_.Taken(at + 5);
   }
 
   void PutNumbered(char short_opcode, char long_opcode, uint32_t number) {
-    if (number >= 256) return PutWith32(long_opcode, number);
-    Put(short_opcode);
-    Put(char(number));
+    char* const at = out_.Room(5);
+    if (number < 256) {
+      at[0] = short_opcode;
+      at[1] = char(number);
+      return out_.Taken(at + 2);
+    }
+    at[0] = long_opcode;
+    std::memcpy(at + 1, &number, sizeof number);  // little-endian, as everywhere here
+    out_.Taken(at + 5);
   }
 
   void PutInt(int64_t value) {
@@ -281,7 +174,9 @@ class PlainPickler {
     out_.Append(text);
   }
 
-  void Memoize(PyObject* object) { PutNumbered(kBinPut, kLongBinPut, memo_.Add(object)); }
+  void Memoize(PyObject* object, bool is_of_one_dict = false) {
+    PutNumbered(kBinPut, kLongBinPut, is_of_one_dict ? memo_.AddOfOneDict(object) : memo_.Add(object));
+  }
   void MemoizeUnseen() { PutNumbered(kBinPut, kLongBinPut, memo_.AddUnseen()); }
 
   bool PutKnown(PyObject* object) {
@@ -293,21 +188,27 @@ class PlainPickler {
 
   void PutRepeated(Repeated& repeated) {
     if (repeated.number.has_value()) return PutNumbered(kBinGet, kLongBinGet, *repeated.number);
-    Save(repeated.object);
+    if (Py_TYPE(repeated.object) == &PyUnicode_Type || memo_.Find(repeated.object) != nullptr) {
+      Save(repeated.object);
+    } else {
+      SaveGlobal(repeated.object);  // a class or function of ours or of torch
+    }
     if (const uint32_t* const number = memo_.Find(repeated.object)) repeated.number = *number;
   }
 
   // --- objects of Python
 
-  void Save(PyObject* object) {
+  //   is_of_one_dict  nobody but a dict that is written now refers to it
+  void Save(PyObject* object, bool is_of_one_dict = false) {
     PyTypeObject* const type = Py_TYPE(object);
     if (object == Py_None) return Put(kNone);
     if (object == Py_True) return Put(kNewTrue);
     if (object == Py_False) return Put(kNewFalse);
     if (type == &PyLong_Type) return SaveInt(object);
     if (type == &PyFloat_Type) return SaveFloat(object);
-    if (PutKnown(object)) return;
-    if (type == &PyUnicode_Type) return SaveText(object);
+    if (!is_of_one_dict && PutKnown(object)) return;
+    if (type == &PyUnicode_Type) return SaveText(object, is_of_one_dict);
+    if (reinterpret_cast<PyObject*>(type) == torch_.tensor.ptr()) return SaveTensor(object, is_of_one_dict);
     if (Py_EnterRecursiveCall(" while pickling an object") != 0) throw py::error_already_set();
     struct Leave {
       ~Leave() { Py_LeaveRecursiveCall(); }
@@ -315,13 +216,15 @@ class PlainPickler {
     const py::object kept = py::reinterpret_borrow<py::object>(object);  // a __reduce_ex__ on the way may drop it
     if (type == &PyBytes_Type) return SaveBytes(object);
     if (type == &PyByteArray_Type) return SaveByteArray(object);
-    if (type == &PyDict_Type) return SaveDict(object);
+    if (type == &PyDict_Type) return SaveDict(object, is_of_one_dict);
     if (type == &PyTuple_Type) return SaveTuple(object);
     if (type == &PyList_Type) return SaveList(object);
     if (type == &PySet_Type || type == &PyFrozenSet_Type) return SaveSet(object);
-    if (reinterpret_cast<PyObject*>(type) == torch_.tensor.ptr()) return SaveTensor(object);
     if (reinterpret_cast<PyObject*>(type) == torch_.parameter.ptr()) return SaveParameter(object);
-    if (type == &PyType_Type || type == &PyFunction_Type) return SaveGlobal(object);
+    if (type == &PyType_Type || type == &PyFunction_Type) {
+      memo_.KnowAll();
+      return SaveGlobal(object);
+    }
     SaveOther(object);
   }
 
@@ -351,12 +254,12 @@ class PlainPickler {
     for (int shift = 56; shift >= 0; shift -= 8) Put(char(bits >> shift));
   }
 
-  void SaveText(PyObject* object) {
+  void SaveText(PyObject* object, bool is_of_one_dict) {
     Py_ssize_t size = 0;
     const char* const text = PyUnicode_AsUTF8AndSize(object, &size);
     if (text == nullptr || size > Py_ssize_t(UINT32_MAX)) throw NotPlain{};
     PutText({text, size_t(size)});
-    Memoize(object);
+    Memoize(object, is_of_one_dict);
   }
 
   void SaveBytes(PyObject* object) {
@@ -406,19 +309,22 @@ class PlainPickler {
     }
   }
 
-  void SaveDict(PyObject* object) {
+  void SaveDict(PyObject* object, bool is_of_one_dict) {
     Put(kEmptyDict);
-    Memoize(object);
+    Memoize(object, is_of_one_dict);
     const Py_ssize_t size = PyDict_GET_SIZE(object);
     if (size == 0) return;
     if (size > 1) Put(kMark);
+    Ahead ahead(object);
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     int count = 0;
     for (Py_ssize_t position = 0; PyDict_Next(object, &position, &key, &value) != 0;) {
+      LookAhead(ahead);
+      const bool is_ours = IsOfOneDict(value, 1);
       const py::object kept = py::reinterpret_borrow<py::object>(value);
-      Save(key);
-      Save(value);
+      Save(key, IsOfOneDict(key, 1));
+      Save(value, is_ours && !memo_.knows_all());
       if (PyDict_GET_SIZE(object) != size) throw NotPlain{};
       if (++count % kBatchCount == 0 && size > 1) {  // another batch follows, be it empty
         Put(kSetItems);
@@ -426,6 +332,46 @@ class PlainPickler {
       }
     }
     Put(size == 1 ? kSetItem : kSetItems);
+  }
+
+  // Whether the one dict that is written now, and who holds `count` - 1 references meanwhile, alone refer to an object.
+  // Nobody can bring it again but code of an object, which has not run.
+  bool IsOfOneDict(PyObject* object, Py_ssize_t count) const {
+    return Py_REFCNT(object) == count && !memo_.knows_all();
+  }
+
+  // How far the memory of a dict's values was read.
+  struct Ahead {
+    explicit Ahead(PyObject* of) : dict(PyDict_GET_SIZE(of) > Py_ssize_t(kAheadInner) ? of : nullptr) {}
+    PyObject* dict;  // null: it is too small
+    Py_ssize_t position = 0;
+    int left = 0;
+  };
+
+  // Reads the memory of tensors that come next; see TorchFunctions::Touch.
+  void LookAhead(Ahead& ahead) {
+    if (ahead.dict == nullptr || torch_.functions == nullptr || ahead.left-- > 0) return;
+    std::array<PyObject*, kAheadCount> values;
+    int count = 0;
+    while (count < kAheadCount && PyDict_Next(ahead.dict, &ahead.position, nullptr, &values[count]) != 0) count++;
+    ahead.left = count - 1;
+    ahead_.clear();
+    for (int i = 0; i < count; i++) {
+      if (!PyDict_CheckExact(values[i])) {
+        ahead_.push_back(values[i]);
+        continue;
+      }
+      PyObject* inner = nullptr;
+      Py_ssize_t position = 0;
+      for (size_t left = kAheadInner; left-- > 0 && PyDict_Next(values[i], &position, nullptr, &inner) != 0;) {
+        ahead_.push_back(inner);
+      }
+    }
+    std::erase_if(ahead_, [this](PyObject* object) {
+      PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+      return type != torch_.tensor.ptr() && type != torch_.parameter.ptr();
+    });
+    torch_.functions->Touch(ahead_);
   }
 
   void SaveGlobal(PyObject* object) {
@@ -437,31 +383,34 @@ class PlainPickler {
 
   void SaveOther(PyObject* object) {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    if (!ordinary_types_.contains(type)) {
+    PyObject* const reduce = PyDict_GetItemWithError(dispatch_table_.ptr(), type);
+    const bool is_ordered_dict = type == torch_.ordered_dict.ptr() && reduce == nullptr;
+    if (!is_ordered_dict) memo_.KnowAll();
+    if (!is_ordered_dict && !ordinary_types_.contains(type)) {
       if (!torch_.is_ordinary(py::handle(object)).cast<bool>()) throw NotPlain{};
       ordinary_types_.insert(type);
     }
-    if (type == torch_.ordered_dict.ptr() && PyDict_GET_SIZE(object) == 0 &&
+    if (is_ordered_dict && PyDict_GET_SIZE(object) == 0 &&
         PyDict_GET_SIZE(py::handle(object).attr(N().dict).ptr()) == 0) {
       PutEmptyOrderedDict();
       return Memoize(object);
     }
     py::object reduced;
     is_in_object_ = true;
-    if (PyObject* const reduce = PyDict_GetItemWithError(dispatch_table_.ptr(), type)) {
+    if (reduce != nullptr) {
       reduced = Taken(PyObject_CallOneArg(reduce, object));
     } else if (!PyType_Check(object)) {
       reduced = py::handle(object).attr(N().reduce_ex)(2);
     }
     is_in_object_ = false;
     if (!reduced) return SaveGlobal(object);  // it is a class of another metaclass
-    has_run_code_ = has_run_code_ || type != torch_.ordered_dict.ptr();
+    if (!is_ordered_dict) NoteRunCode();
     if (py::isinstance<py::str>(reduced)) return SaveGlobal(object);
     if (!py::isinstance<py::tuple>(reduced)) throw NotPlain{};
-    SaveReduced(object, py::reinterpret_borrow<py::tuple>(reduced));
+    SaveReduced(object, py::reinterpret_borrow<py::tuple>(reduced), is_ordered_dict);
   }
 
-  void SaveReduced(PyObject* object, const py::tuple& reduced) {
+  void SaveReduced(PyObject* object, const py::tuple& reduced, bool is_ordered_dict = false) {
     if (reduced.size() < 2 || reduced.size() > 5 || !py::isinstance<py::tuple>(reduced[1])) throw NotPlain{};
     const auto part = [&](size_t index) { return index < reduced.size() ? py::object(reduced[index]) : py::none(); };
     const py::object function = reduced[0];
@@ -481,10 +430,14 @@ class PlainPickler {
     if (memo_.Find(object) != nullptr) throw NotPlain{};  // it was reduced to something that holds it
     Memoize(object);
     const auto save_item = [this](PyObject* item) { Save(item); };
-    const auto save_pair = [this](PyObject* pair) {
+    std::optional<Ahead> ahead;
+    if (is_ordered_dict) ahead.emplace(object);
+    const auto save_pair = [&](PyObject* pair) {
       if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) throw NotPlain{};
+      if (ahead.has_value()) LookAhead(*ahead);
       Save(PyTuple_GET_ITEM(pair, 0));
-      Save(PyTuple_GET_ITEM(pair, 1));
+      PyObject* const value = PyTuple_GET_ITEM(pair, 1);
+      Save(value, is_ordered_dict && IsOfOneDict(value, 2));  // the pair, too
     };
     SaveAll(part(3), kAppend, kAppends, save_item);
     SaveAll(part(4), kSetItem, kSetItems, save_pair);
@@ -536,23 +489,47 @@ class PlainPickler {
   }
 
   static bool HasAttributes(PyObject* tensor) {
-    const py::object attributes = Taken(PyObject_GenericGetDict(tensor, nullptr));
-    return PyDict_GET_SIZE(attributes.ptr()) != 0;
+    PyObject** const attributes = _PyObject_GetDictPtr(tensor);  // to ask for the dict itself makes one
+    if (attributes == nullptr) throw NotPlain{};
+    return *attributes != nullptr && PyDict_GET_SIZE(*attributes) != 0;
   }
 
-  void SaveTensor(PyObject* tensor) {
+  // A tensor, and what DLPack says of it.
+  struct Described {
+    PyObject* tensor;
+    DenseTensor dense;
+    bool is_dense;                    // it says something
+    const TorchFunctions* functions;  // null: Python's attributes are asked
+  };
+
+  Described Describe(PyObject* tensor) const {
+    Described described = {tensor, {}, false, nullptr};
+    described.is_dense = dense_tensors_.Describe(tensor, described.dense);
+    if (described.is_dense) described.functions = torch_.functions.get();
+    return described;
+  }
+
+  bool RequiresGrad(const Described& of) const {
+    return of.functions != nullptr ? of.functions->RequiresGrad(of.tensor)
+                                   : of_tensor_.requires_grad.IsTrueOf(of.tensor);
+  }
+
+  void SaveTensor(PyObject* tensor, bool is_of_one_dict) {
+    const py::object kept = py::reinterpret_borrow<py::object>(tensor);  // a list may lose it to another thread
     if (HasAttributes(tensor) || !of_tensor_.backward_hooks.Of(tensor).is_none()) throw NotPlain{};
-    PutTensor(tensor, of_tensor_.requires_grad.IsTrueOf(tensor));
-    Memoize(tensor);
+    const Described described = Describe(tensor);
+    PutTensor(described, RequiresGrad(described));
+    Memoize(tensor, is_of_one_dict);
   }
 
   // torch reduces it to its data, a tensor of the same storage that requires no gradient.
   void SaveParameter(PyObject* parameter) {
     if (HasAttributes(parameter)) throw NotPlain{};
+    const Described described = Describe(parameter);
     PutRepeated(rebuild_parameter_);
-    PutTensor(parameter, false);
+    PutTensor(described, false);
     MemoizeUnseen();
-    Put(of_tensor_.requires_grad.IsTrueOf(parameter) ? kNewTrue : kNewFalse);
+    Put(RequiresGrad(described) ? kNewTrue : kNewFalse);
     PutEmptyOrderedDict();
     MemoizeUnseen();
     Put(char(kTuple1 + 2));
@@ -563,29 +540,30 @@ class PlainPickler {
 
   // Put the call that makes a plain tensor. Sparse, nested and opaque tensors, those on the meta device and ZeroTensors
   // raise an error, because they have no storage, no strides or no address.
-  void PutTensor(PyObject* tensor, bool requires_grad) {
-    DenseTensor dense = {};
-    const bool is_dense = dense_tensors_.Describe(tensor, dense);
+  void PutTensor(const Described& described, bool requires_grad) {
+    const auto& [tensor, dense, is_dense, functions] = described;
     const bool is_on_host =
         is_dense && dense.device_kind == DenseTensor::kHost ? true : of_tensor_.is_cpu.IsTrueOf(tensor);
     if (!is_on_host && !of_tensor_.is_cuda.IsTrueOf(tensor)) throw NotPlain{};
-    Rebuild& rebuild = RebuildOf(of_tensor_.dtype.Of(tensor));
-    if (of_tensor_.is_neg.IsTrueOf(tensor)) throw NotPlain{};
+    Rebuild& rebuild = RebuildOf(described);
+    if (functions != nullptr ? functions->IsNegative(tensor) : of_tensor_.is_neg.IsTrueOf(tensor)) throw NotPlain{};
     if (rebuild.may_be_conjugate && of_tensor_.is_conj.IsTrueOf(tensor)) throw NotPlain{};
     if (torch_.may_have_names && py::handle(tensor).attr(N().has_names)().ptr() == Py_True) throw NotPlain{};
-    const py::object offset = of_tensor_.storage_offset.Of(tensor);
+    const int64_t offset = functions != nullptr ? functions->StorageOffset(tensor) : OffsetOf(tensor);
     PutRepeated(rebuild.function);
     Put(kMark);
     // The storage begins where a tensor begins that is the first in it.
-    const bool is_first = is_dense && PyLong_CheckExact(offset.ptr()) && PyLong_AsLong(offset.ptr()) == 0;
-    PutStorage(tensor, is_on_host, rebuild, is_first ? dense.address() : 0);
-    SaveInt(offset.ptr());
+    PutStorage(described, is_on_host, rebuild, is_dense && offset == 0 ? dense.address() : 0);
+    PutInt(offset);
     if (is_dense) {
       PutNumbers(dense.shape());
     } else {
       PutNumbers(of_tensor_.shape.Of(tensor));
     }
-    if (const int64_t* const strides = is_dense ? dense.strides() : nullptr) {
+    const int64_t* const strides = functions != nullptr ? functions->Strides(tensor)
+                                   : is_dense           ? dense.strides()
+                                                        : nullptr;
+    if (strides != nullptr || (is_dense && dense.dim_count == 0)) {
       PutNumbers({strides, size_t(dense.dim_count)});
     } else {
       PutNumbers(of_tensor_.stride.Of(tensor));
@@ -599,10 +577,19 @@ class PlainPickler {
     Put(kReduce);
   }
 
+  int64_t OffsetOf(PyObject* tensor) const {
+    const py::object offset = of_tensor_.storage_offset.Of(tensor);
+    if (!PyLong_CheckExact(offset.ptr())) throw NotPlain{};
+    return offset.cast<int64_t>();
+  }
+
   // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
-  int64_t VersionOf(PyObject* tensor) const {
+  int64_t VersionOf(const Described& of) const {
+    if (of.functions != nullptr) {
+      if (const std::optional<int64_t> version = of.functions->Version(of.tensor)) return *version;
+    }
     try {
-      const py::object version = of_tensor_.version.Of(tensor);
+      const py::object version = of_tensor_.version.Of(of.tensor);
       return PyLong_AsLongLong(version.ptr());
     } catch (const py::error_already_set& error) {
       if (!error.matches(PyExc_RuntimeError)) throw;
@@ -610,13 +597,21 @@ class PlainPickler {
     }
   }
 
-  Rebuild& RebuildOf(const py::object& dtype) {
+  Rebuild& RebuildOf(const Described& of) {
+    const int32_t number = of.functions != nullptr ? of.functions->DtypeNumber(of.tensor) : -1;
     for (Rebuild& known : rebuilds_) {
-      if (known.dtype == dtype.ptr()) return known;
+      if (number >= 0 && known.dtype_number == number) return known;
+    }
+    const py::object dtype = of_tensor_.dtype.Of(of.tensor);
+    for (Rebuild& known : rebuilds_) {
+      if (known.dtype != dtype.ptr()) continue;
+      known.dtype_number = number;
+      return known;
     }
     PyObject* const found = PyDict_GetItemWithError(torch_.rebuild_by_dtype.ptr(), dtype.ptr());
     if (found == nullptr) throw NotPlain{};
     rebuilds_.push_back({.dtype = dtype.ptr(),  // the dict keeps it, and what follows
+                         .dtype_number = number,
                          .function = {PyTuple_GET_ITEM(found, 0), {}},
                          .storage_class = {PyTuple_GET_ITEM(found, 1), {}},
                          .element_bytes = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(found, 2)),
@@ -628,16 +623,22 @@ class PlainPickler {
 
   // Put the persistent id of a tensor's storage.
   //   address  of the storage, if it is known
-  void PutStorage(PyObject* tensor, bool is_on_host, Rebuild& rebuild, uint64_t address) {
+  void PutStorage(const Described& of, bool is_on_host, Rebuild& rebuild, uint64_t address) {
+    PyObject* const tensor = of.tensor;
     const py::object live = of_tensor_.untyped_storage.Of(tensor);
-    const auto [index, is_new] = index_of_storage_.FindOrAdd(AddressOf(live.ptr()), uint32_t(storages_.size()));
+    if (address == 0) address = AsUnsigned(address_of_storage_.Of(live.ptr()));
+    const auto [index, is_new] = IndexOf(live.ptr(), address);
     PyObject* const storage_class = rebuild.storage_class.object;
     if (is_new) {
       live_storages_.append(live);
       storages_.emplace_back();
-      sizes_.push_back(AsUnsigned(bytes_of_storage_.Of(live.ptr())));
-      keys_.push_back(AsUnsigned(key_of_storage_.Of(live.ptr())));
-      if (address == 0) address = AsUnsigned(address_of_storage_.Of(live.ptr()));
+      if (of.functions != nullptr) {
+        sizes_.push_back(of.functions->StorageBytes(tensor));
+        keys_.push_back(of.functions->StorageKey(tensor));
+      } else {
+        sizes_.push_back(AsUnsigned(bytes_of_storage_.Of(live.ptr())));
+        keys_.push_back(AsUnsigned(key_of_storage_.Of(live.ptr())));
+      }
       addresses_.push_back(address);
       are_on_host_ = are_on_host_ && is_on_host;
       // A ZeroTensor has no address, and storages of two dtypes at one address are an error.
@@ -651,7 +652,7 @@ class PlainPickler {
     if (storage.only_class != nullptr && storage.only_class != storage_class) throw NotPlain{};
     holders_.append(py::handle(tensor));
     held_.push_back(index);
-    versions_.push_back(VersionOf(tensor));
+    versions_.push_back(VersionOf(of));
     Put(kMark);
     PutRepeated(storage_text_);
     PutRepeated(rebuild.storage_class);
@@ -672,6 +673,24 @@ class PlainPickler {
     Put(kTuple);
     MemoizeUnseen();
     Put(kBinPersId);
+  }
+
+  // Returns the index of a storage, which is the next one if it is new, and whether it is.
+  std::pair<uint32_t, bool> IndexOf(PyObject* storage, uint64_t address) {
+    const auto next = uint32_t(storages_.size());
+    if (address != 0 && !has_run_code_) {
+      const auto [first, is_new] = first_at_.FindOrAdd(address, next);
+      if (is_new || PyList_GET_ITEM(live_storages_.ptr(), Py_ssize_t(first)) == storage) return {first, is_new};
+    }
+    return index_of_other_.FindOrAdd(AddressOf(storage), next);
+  }
+
+  // From now on a storage may lie elsewhere than when it was met.
+  void NoteRunCode() {
+    if (std::exchange(has_run_code_, true)) return;
+    for (uint32_t index = 0; index < storages_.size(); index++) {
+      index_of_other_.FindOrAdd(AddressOf(PyList_GET_ITEM(live_storages_.ptr(), Py_ssize_t(index))), index);
+    }
   }
 
   // A new tuple of what a shape or strides hold.
@@ -709,9 +728,10 @@ class PlainPickler {
   Repeated cpu_text_{N().cpu, {}};
   std::deque<Rebuild> rebuilds_;  // of the dtypes met
   std::vector<int64_t> numbers_;
+  std::vector<PyObject*> ahead_;
   std::vector<Storage> storages_;
-  AddressTable index_of_storage_;  // by the storage's object, which live_storages_ holds
-  AddressTable first_at_;          // the first storage at an address
+  AddressTable first_at_;        // the first storage at an address
+  AddressTable index_of_other_;  // of the others by their objects, which live_storages_ holds; of all once code has run
   py::list live_storages_;
   std::vector<uint64_t> keys_;  // of each what identifies it while it lives: its _cdata
   std::vector<uint64_t> addresses_, sizes_;

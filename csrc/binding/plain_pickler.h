@@ -3,6 +3,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
+#include "binding/torch_functions.h"
+
 namespace fastpersist {
 
 // What Python knows about torch, for PicklePlain.
@@ -20,6 +24,7 @@ struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
   pybind11::object location_of;    // location_of(storage): torch's tag of its device
   bool is_host_tagged_cpu;         // location_of would say "cpu" of each storage of the host
   bool may_have_names;             // tensors have has_names(); torch refuses those with names
+  std::shared_ptr<const TorchFunctions> functions;  // null: tensors are asked by Python's attributes
 };
 
 // Returns (pickle, storages, facts, tensors, for each tensor the index of its storage) as skeleton.py's pickler makes

@@ -23,6 +23,7 @@ decides when which save is written.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import operator
 import os
@@ -46,6 +47,7 @@ from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.tensor_memory import byte_tensor
+from fastpersist.transfer.torch_boundary import torch_functions
 
 __all__ = ["Capture", "Kind", "Sources", "watch_steps"]
 
@@ -53,7 +55,6 @@ _log = logging.getLogger("fastpersist")
 
 Kind = _native.SourceKind
 _STABLE, _CONSTANT, _VOLATILE = Kind.STABLE.value, Kind.CONSTANT.value, Kind.VOLATILE.value  # in columns of bytes
-_QUESTIONS = _native.TensorQuestions(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)
 
 _SETTLING_S = 0.0005
 _SAMPLE_COUNT = 64
@@ -134,6 +135,12 @@ def _forget_pending() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pending)
+
+
+@functools.cache
+def _questions() -> _native.TensorQuestions:
+    """Return how native code asks tensors what they are."""
+    return _native.TensorQuestions(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage, torch_functions())
 
 
 class _Watched(NamedTuple):
@@ -228,7 +235,7 @@ class Capture:
         starts = facts.addresses
         if any(sources.offsets_bytes):
             starts = array("Q", map(operator.add, starts, sources.offsets_bytes))
-        held = _native.HeldSources(_QUESTIONS, facts.keys, *container.holders, facts.versions)
+        held = _native.HeldSources(_questions(), facts.keys, *container.holders, facts.versions)
         around = _owned(held, _around(container.wrappers))
         stable, constant = _owned(held, self._owned.stable), _owned(held, self._owned.constant)
         kinds = bytearray([_VOLATILE]) * len(storages)

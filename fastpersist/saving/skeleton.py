@@ -29,7 +29,7 @@ from fastpersist.errors import UnsavableTensorError
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
 from fastpersist.saving.ownership import PLAIN, storage_key
 from fastpersist.saving.sources import Holders, StorageFacts, facts_of
-from fastpersist.transfer.torch_boundary import no_tag
+from fastpersist.transfer.torch_boundary import no_tag, torch_functions
 
 __all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
 
@@ -223,6 +223,7 @@ def _torch_types() -> _native.TorchTypes | None:
         # Unless somebody registered a tagger before torch's own (10 and up).
         is_host_tagged_cpu=all(entry[0] >= 10 or entry[1] is no_tag for entry in torch.serialization._package_registry),
         may_have_names=hasattr(torch.Tensor, "has_names"),
+        functions=torch_functions(),
     )
 
 

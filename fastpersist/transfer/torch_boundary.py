@@ -13,7 +13,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["no_tag", "not_allowed_globals", "stock_load", "stock_save", "untraced"]
+from fastpersist import _native
+
+__all__ = ["no_tag", "not_allowed_globals", "stock_load", "stock_save", "torch_functions", "untraced"]
 
 stock_save = torch.save
 stock_load = torch.load
@@ -21,6 +23,26 @@ stock_load = torch.load
 
 def no_tag(storage: object) -> None:
     """Tag no storage; a load registers this with `register_package`, which asks for a function that tags."""
+
+
+@functools.cache
+def torch_functions() -> _native.TorchFunctions | None:
+    """Return torch's C++ functions by which native code asks tensors what they are; None if this torch has others."""
+    with torch.inference_mode(False), torch.no_grad():
+        numbers = torch.zeros(4, 6, device="cpu", dtype=torch.float32)
+        changed = torch.zeros(5, device="cpu", dtype=torch.int64).add_(1).add_(1)
+        samples = [
+            numbers[1:, ::2],
+            numbers.t(),
+            changed,
+            changed[4],
+            torch.nn.Parameter(torch.zeros(3, device="cpu", dtype=torch.bfloat16)),
+            torch._neg_view(torch.zeros(2, device="cpu", dtype=torch.float64)),
+            torch.zeros(0, 7, device="cpu", dtype=torch.bool),
+        ]
+    if not all(type(sample) in (torch.Tensor, torch.nn.Parameter) for sample in samples):
+        return None  # somebody's mode makes other tensors
+    return _native.TorchFunctions.find(torch._C.__file__, torch.Tensor, torch.UntypedStorage, samples)
 
 
 def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:

@@ -34,6 +34,8 @@ def try_input(data: bytes) -> None:
     for _ in range(data[4] + 1):
         compare(state.value)
         state.change()
+    state.forget()
+    compare(state.value)
 
 
 def compare(obj: object) -> None:

@@ -84,6 +84,11 @@ class RandomState:
         else:
             setattr(one, self._random.choice("abc"), self._make(3))
 
+    def forget(self) -> None:
+        """Refer to nothing but `value`, which cannot change any more: objects in it may have one reference each."""
+        self._made.clear()
+        self._storages.clear()
+
     def _change_tensor(self, tensor: torch.Tensor) -> None:
         how = self._random.randrange(4)
         if how == 0 and tensor.is_floating_point():

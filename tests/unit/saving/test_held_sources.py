@@ -7,9 +7,18 @@ import torch
 
 from fastpersist import _native
 from fastpersist.saving.ownership import storage_keys
+from fastpersist.transfer.torch_boundary import torch_functions
 
 QUESTIONS = _native.TensorQuestions(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage)
 STABLE, VOLATILE = 0, 1
+
+
+@pytest.fixture(autouse=True, params=["functions", "attributes"])
+def asked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask tensors by torch's functions, where they are found, and by Python's attributes."""
+    functions = torch_functions() if request.param == "functions" else None
+    questions = _native.TensorQuestions(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage, functions)
+    monkeypatch.setattr(f"{__name__}.QUESTIONS", questions)
 
 
 def held_sources(tensors: list[torch.Tensor], held: list[int]) -> _native.HeldSources:

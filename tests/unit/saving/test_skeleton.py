@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copyreg
 import io
 import pickle
@@ -31,6 +32,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning"),
 ]
+
+
+@pytest.fixture(autouse=True, params=["functions", "attributes"])
+def asked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask tensors by torch's functions, where they are found, and by Python's attributes."""
+    if request.param == "attributes":
+        monkeypatch.setattr("fastpersist.saving.skeleton.torch_functions", lambda: None)
+
+
+def stock_pickle(obj: object) -> bytes:
+    """Return the pickle that torch.save writes."""
+    file = io.BytesIO()
+    torch.save(obj, file)
+    with zipfile.ZipFile(file) as archive:
+        return archive.read("archive/data.pkl")
 
 
 @pytest.mark.parametrize("name", SPECIMENS)
@@ -102,6 +118,55 @@ def test_random_state_is_pickled_as_torch_does_before_and_after_a_change(seed: i
             with zipfile.ZipFile(stock) as archive:
                 assert pickle_skeleton(state.value).pickle == archive.read("archive/data.pkl")
         state.change()
+    state.forget()
+    with contextlib.suppress(RuntimeError):
+        expected = stock_pickle(state.value)
+        assert pickle_skeleton(state.value).pickle == expected
+
+
+class TakesFrom:
+    """Its pickling brings again what a dict, which it does not refer to, holds alone."""
+
+    owners: dict[str, Any]
+
+    def __init__(self, owner: str, keys: list[str]) -> None:
+        self.owner = owner
+        self.keys = keys
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([self.owners[self.owner][key] for key in self.keys],)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_what_only_a_dict_holds_may_come_again_by_code_of_an_object(kind: type) -> None:
+    def values() -> Any:
+        return kind(a=torch.ones(3), b={"inner": torch.zeros(2)}, c="".join(["te", "xt"]), d=torch.arange(3.0)[1:])
+
+    state = {"first": values(), "takes": TakesFrom("first", ["a", "b", "c", "d"]), "last": values()}
+    state["again"] = [TakesFrom("last", ["d", "a"]), TakesFrom("first", ["a"]), state["takes"]]
+    TakesFrom.owners = state
+    assert is_pickled_natively(state)
+    assert pickle_skeleton(state).pickle == stock_pickle(state)
+    assert len(pickle_skeleton(state).storages) == 6
+
+
+class Moves:
+    """Its pickling gives a storage that was met other memory, and what was met other storages."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(tensor.nbytes + 4 * 1024 * 1024)
+        return list, ()
+
+
+def test_storages_are_known_again_though_an_object_moves_them_on_the_way() -> None:
+    tensors = [torch.ones(3), torch.zeros(4)]
+    skeleton = pickle_skeleton([*tensors, Moves(tensors), *(tensor[1:] for tensor in tensors), torch.ones(2)])
+    assert len(skeleton.storages) == 3
+    assert [tensor.untyped_storage()._cdata for tensor in tensors] == list(skeleton.facts.keys)[:2]
 
 
 def test_most_random_states_are_pickled_natively() -> None:

@@ -1,4 +1,7 @@
-"""untraced: public functions called from compiled code, and no compiler imported for those who have none."""
+"""untraced: public functions called from compiled code, and no compiler imported for those who have none.
+
+torch_functions: found and right, or not used.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import pytest
 import torch
 
 import fastpersist as fp
-from fastpersist.transfer.torch_boundary import untraced
+from fastpersist import _native
+from fastpersist.transfer.torch_boundary import torch_functions, untraced
 
 
 def save_one_file(state: object, path: Path) -> None:
@@ -64,3 +68,29 @@ def test_a_function_looks_like_itself() -> None:
     assert untraced(double).__doc__ == "Say more."
     with pytest.raises(ZeroDivisionError):
         untraced(lambda: 1 // 0)()
+
+
+def found_with(samples: list[torch.Tensor]) -> _native.TorchFunctions | None:
+    return _native.TorchFunctions.find(torch._C.__file__, torch.Tensor, torch.UntypedStorage, samples)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch is asked by attributes")
+def test_functions_of_torch_are_found() -> None:
+    assert torch_functions() is not None
+
+
+def test_functions_of_torch_are_not_used_where_they_could_not_be_compared() -> None:
+    assert found_with([]) is None
+    assert found_with([torch.ones(2)]) is None
+    with torch.inference_mode():
+        assert found_with([torch.ones(2), torch.ones(3)]) is None  # it has no count of changes to compare
+    samples = [torch.ones(2), torch.ones(3)]
+    assert _native.TorchFunctions.find("/no/library.so", torch.Tensor, torch.UntypedStorage, samples) is None
+
+
+def test_functions_that_say_something_else_than_python_are_not_used() -> None:
+    class Lies(torch.Tensor):
+        _version = property(lambda tensor: 7)  # type: ignore[assignment]
+
+    samples = [torch.ones(2), torch.ones(3)]
+    assert _native.TorchFunctions.find(torch._C.__file__, Lies, torch.UntypedStorage, samples) is None

@@ -1,0 +1,154 @@
+// What a pickle consists of, and the memo of what was written, as CPython's _pickle.c keeps it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "binding/address_table.h"
+
+namespace fastpersist {
+
+inline uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
+
+// Objects that were written, by identity, with their numbers. It holds a reference to each, as Python's does: the
+// identity of an object that was made on the way must not become another's.
+class Memo {
+ public:
+  Memo() = default;
+  ~Memo() {
+    numbers_.ForEachAddress([](uintptr_t address) { Py_DECREF(reinterpret_cast<PyObject*>(address)); });
+    for (const auto& [object, number] : of_one_dict_) Py_DECREF(object);
+  }
+  Memo(const Memo&) = delete;
+  Memo& operator=(const Memo&) = delete;
+
+  // Returns the number of an object, or null.
+  const uint32_t* Find(PyObject* object) const { return numbers_.Find(AddressOf(object)); }
+
+  // Numbers an object, which was not numbered before, and returns its number.
+  uint32_t Add(PyObject* object) {
+    numbers_.FindOrAdd(AddressOf(Py_NewRef(object)), count_);
+    return count_++;
+  }
+
+  // Numbers an object to which nobody refers, so that it cannot come again.
+  uint32_t AddUnseen() { return count_++; }
+
+  // Numbers an object to which only a dict refers, all of which is written now. Unless code of an object brings it
+  // again, it does not come again, and is not looked for.
+  uint32_t AddOfOneDict(PyObject* object) {
+    if (knows_all_) return Add(object);
+    of_one_dict_.emplace_back(Py_NewRef(object), count_);
+    return count_++;
+  }
+
+  // From now on any object may come again. To be called before code of an object runs.
+  void KnowAll() {
+    knows_all_ = true;
+    for (const auto& [object, number] : of_one_dict_) numbers_.FindOrAdd(AddressOf(object), number);
+    of_one_dict_.clear();
+  }
+
+  bool knows_all() const { return knows_all_; }
+
+ private:
+  AddressTable numbers_;                                     // its objects are held
+  std::vector<std::pair<PyObject*, uint32_t>> of_one_dict_;  // held, too
+  bool knows_all_ = false;
+  uint32_t count_ = 0;
+};
+
+// The opcodes of protocol 2, as Python's pickletools names them.
+enum Opcode : char {
+  kMark = '(',
+  kStop = '.',
+  kPop = '0',
+  kPopMark = '1',
+  kBinInt = 'J',
+  kBinInt1 = 'K',
+  kBinInt2 = 'M',
+  kNone = 'N',
+  kBinPersId = 'Q',
+  kReduce = 'R',
+  kBinUnicode = 'X',
+  kAppend = 'a',
+  kBuild = 'b',
+  kAppends = 'e',
+  kBinFloat = 'G',
+  kBinGet = 'h',
+  kLongBinGet = 'j',
+  kBinPut = 'q',
+  kLongBinPut = 'r',
+  kSetItem = 's',
+  kTuple = 't',
+  kSetItems = 'u',
+  kEmptyTuple = ')',
+  kEmptyList = ']',
+  kEmptyDict = '}',
+  kProto = '\x80',
+  kNewObj = '\x81',
+  kTuple1 = '\x85',
+  kNewTrue = '\x88',
+  kNewFalse = '\x89',
+  kLong1 = '\x8a',
+};
+
+// Grows like a string, but a byte takes no call, and the end is Python's bytes object without a copy.
+class Bytes {
+ public:
+  Bytes() : bytes_(PyBytes_FromStringAndSize(nullptr, 1 << 16)) {
+    if (bytes_ == nullptr) throw pybind11::error_already_set();
+    next_ = PyBytes_AS_STRING(bytes_);
+    end_ = next_ + PyBytes_GET_SIZE(bytes_);
+  }
+  ~Bytes() { Py_XDECREF(bytes_); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  void Put(char byte) {
+    if (next_ == end_) Grow(1);
+    *next_++ = byte;
+  }
+
+  // Returns where so many bytes can be put; Taken() says where they end.
+  char* Room(size_t size) {
+    if (size > size_t(end_ - next_)) Grow(size);
+    return next_;
+  }
+  void Taken(char* end) { next_ = end; }
+
+  void Append(std::string_view more) {
+    std::memcpy(Room(more.size()), more.data(), more.size());
+    next_ += more.size();
+  }
+
+  // REQUIRES: nothing is put any more.
+  pybind11::object Finish() {
+    Resize(next_ - PyBytes_AS_STRING(bytes_));
+    return pybind11::reinterpret_steal<pybind11::object>(std::exchange(bytes_, nullptr));
+  }
+
+ private:
+  [[gnu::noinline]] void Grow(size_t least) {
+    const Py_ssize_t used = next_ - PyBytes_AS_STRING(bytes_);
+    Resize(2 * PyBytes_GET_SIZE(bytes_) + Py_ssize_t(least));
+    next_ = PyBytes_AS_STRING(bytes_) + used;
+    end_ = PyBytes_AS_STRING(bytes_) + PyBytes_GET_SIZE(bytes_);
+  }
+
+  void Resize(Py_ssize_t size) {
+    if (_PyBytes_Resize(&bytes_, size) != 0) throw pybind11::error_already_set();  // it has dropped the bytes
+  }
+
+  PyObject* bytes_;
+  char* next_ = nullptr;
+  char* end_ = nullptr;
+};
+
+}  // namespace fastpersist

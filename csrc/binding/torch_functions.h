@@ -1,0 +1,104 @@
+// What a tensor is, asked of torch's C++ functions in place of Python's attributes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+namespace fastpersist {
+
+// An attribute of Python takes 25 to 60 ns, most of it to prepare for warnings and errors; the function behind it takes
+// 2 to 6 ns, and the processor goes on to the next one while memory answers.
+//
+// Torch is not there when this is built, so its functions are found by name while the program runs: three of the C
+// functions that it keeps stable (torch/csrc/inductor/aoti_torch/c/shim.h), and four of C++, whose names hold the types
+// of their arguments. Where the structure of a Python tensor has its C++ tensor is found by what `_cdata` says. All of
+// it must agree with Python's attributes on samples; else none of it is used.
+//
+// REQUIRES, of all calls: the object's type is torch.Tensor or Parameter, and the GIL is held. StorageOffset,
+// StorageBytes and Strides: the tensor has storage and strides, as DenseTensors::Describe finds out; else torch prints
+// an error.
+class [[gnu::visibility("hidden")]] TorchFunctions {
+ public:
+  // Returns null where a function is missing, or says something else than Python.
+  //   library       the path of torch._C
+  //   tensor        torch.Tensor
+  //   storage       torch.UntypedStorage
+  //   samples       plain tensors in host memory
+  static std::shared_ptr<const TorchFunctions> Find(const std::string& library, const pybind11::object& tensor,
+                                                    const pybind11::object& storage, const pybind11::list& samples);
+
+  int64_t StorageOffset(PyObject* tensor) const {
+    int64_t offset = 0;
+    storage_offset_(HandleOf(tensor), &offset);
+    return offset;
+  }
+
+  uint64_t StorageBytes(PyObject* tensor) const {
+    int64_t size_bytes = 0;
+    storage_bytes_(HandleOf(tensor), &size_bytes);
+    return uint64_t(size_bytes);
+  }
+
+  // The strides, one for each dimension; they belong to the tensor.
+  const int64_t* Strides(PyObject* tensor) const {
+    int64_t* strides = nullptr;
+    strides_(HandleOf(tensor), &strides);
+    return strides;
+  }
+
+  // A number for the dtype; no other dtype has it.
+  int32_t DtypeNumber(PyObject* tensor) const {
+    int32_t number = 0;
+    dtype_(HandleOf(tensor), &number);
+    return number;
+  }
+
+  bool IsNegative(PyObject* tensor) const { return is_negative_(HandleOf(tensor)); }
+  bool RequiresGrad(PyObject* tensor) const { return requires_grad_(ImplOf(tensor)); }
+
+  // Returns how often it was changed in place; nothing if it raises an error instead, as an inference tensor does.
+  std::optional<int64_t> Version(PyObject* tensor) const {
+    try {
+      return version_(HandleOf(tensor));
+    } catch (...) {
+      return std::nullopt;
+    }
+  }
+
+  // What the `_cdata` of its storage would say; 0 without a storage.
+  uint64_t StorageKey(PyObject* tensor) const { return reinterpret_cast<uint64_t>(StorageOf(tensor)); }
+
+  // Reads a word of each cache line that the other calls need, of many tensors: the processor waits for the memory of
+  // all at once, and not for one behind the other. A prefetch gains nothing where it is dropped because the processor
+  // would have to look up the page.
+  void Touch(std::span<PyObject* const> tensors) const;
+
+ private:
+  using Handle = const void*;  // a C++ tensor by its address, which is what both kinds of functions take
+
+  Handle HandleOf(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + handle_offset_; }
+  const void* ImplOf(PyObject* tensor) const { return *static_cast<void* const*>(HandleOf(tensor)); }
+  const void* StorageOf(PyObject* tensor) const {
+    return *reinterpret_cast<void* const*>(static_cast<const char*>(ImplOf(tensor)) + storage_offset_in_tensor_);
+  }
+
+  bool FindPlaces(const pybind11::list& samples);
+  bool AgreesWithPython(const pybind11::object& tensor, const pybind11::object& storage,
+                        const pybind11::list& samples) const;
+
+  size_t handle_offset_ = 0, storage_offset_in_tensor_ = 0;
+  int32_t (*storage_offset_)(Handle, int64_t*) = nullptr;
+  int32_t (*storage_bytes_)(Handle, int64_t*) = nullptr;
+  int32_t (*strides_)(Handle, int64_t**) = nullptr;
+  int32_t (*dtype_)(Handle, int32_t*) = nullptr;
+  bool (*is_negative_)(Handle) = nullptr;
+  bool (*requires_grad_)(const void* impl) = nullptr;
+  int64_t (*version_)(Handle) = nullptr;
+};
+
+}  // namespace fastpersist
