@@ -164,9 +164,10 @@ def _serve_on_this_thread() -> None:
             self._selector, self._wake_fd = selectors.PollSelector(), os.eventfd(0)
 
     def wait_until(self: Connections, over: Callable[[], bool], limit_s: float) -> bool:
+        end_s = time.monotonic() + limit_s
         with self.lock:
-            if self._selector is not None and not over():
-                self._serve(self._selector.select(limit_s))
+            while not over() and self._selector is not None and (left_s := end_s - time.monotonic()) > 0:
+                self._serve(self._selector.select(left_s))
             return over()
 
     Connections._start, Connections.wait_until = start, wait_until  # type: ignore[method-assign]
