@@ -31,6 +31,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import fcntl
 import hashlib
 import hmac
 import logging
@@ -40,6 +41,8 @@ import secrets
 import selectors
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 import weakref
@@ -101,7 +104,7 @@ _CONNECT_S = 0.45  # how long the I/O thread tries to connect again
 _RETURN_S = 1.0  # from one try to the next
 _JOIN_S = 2.0  # how long close() waits for the I/O thread
 _SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for this long is down: Linux answers for a busy process
-_TCP_INFO = struct.Struct("<24xI16xI8xI")  # linux/tcp.h: tcpi_unacked, and ms since data was sent and an ACK received
+_TCP_INFO = struct.Struct("<44xI8xI")  # linux/tcp.h: ms since data was sent, and since an ACK was received
 
 
 def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
@@ -337,8 +340,10 @@ class _Connection:
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         if len(info) < _TCP_INFO.size:
             return False
-        unacked_count, sent_ms_ago, acked_ms_ago = _TCP_INFO.unpack(info)
-        if not unacked_count or acked_ms_ago <= sent_ms_ago:
+        sent_ms_ago, acked_ms_ago = _TCP_INFO.unpack(info)
+        # What is not acknowledged, or not even sent: the own interface may be down.
+        queued_bytes = int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        if not queued_bytes or acked_ms_ago <= sent_ms_ago:
             self._unanswered_since_s = None  # a receiver whose buffer is full acknowledges what it drops
             return False
         if self._unanswered_since_s is None:

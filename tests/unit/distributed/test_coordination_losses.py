@@ -76,6 +76,7 @@ def test_a_killed_process_is_noticed_at_once_by_all(dead: int, point: str, leak_
     def not_too_early(session: Session, where: str) -> None:
         if where == POINTS[3] and session.rank == 0:
             assert killed.wait(TIMEOUT_S)  # or it would be over
+            eventually(lambda: session.failure)
 
     with ranks_in_processes(3, {dead: die, 2: live}) as (own, children):
         caught: list[float | PeerError] = []
