@@ -572,15 +572,7 @@ class Connections:
             while any(one.holds_back() for one in self._by_rank.values()) and (left_s := end_s - time.monotonic()) > 0:
                 with contextlib.suppress(ReferenceError):  # no owner is left
                     self._serve(self._selector.select(left_s) if self._selector is not None else [])
-            for connection in [*self._by_rank.values(), *self._strangers]:
-                with contextlib.suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_WR)
-                # Unread bytes would make the kernel reset the connection, and the reset overtakes the goodbye.
-                connection.receive()
-                self._drop(connection)
-            if self._listener is not None:
-                _close_socket(self._listener)
-            self._close_selector()
+            self._close_sockets()
 
     # --- the I/O thread
 
@@ -623,8 +615,7 @@ class Connections:
             _log.exception("the thread %s has failed", IO_THREAD)
             with self.lock:
                 self._why_closed = f"the thread {IO_THREAD} has failed: {type(error).__name__}: {error}"
-                for connection in list(self._by_rank.values()):
-                    self._drop(connection)  # the other ranks notice
+                self._close_sockets()  # the other ranks notice
                 self.changed.notify_all()
 
     def _tick(self) -> None:
@@ -650,6 +641,17 @@ class Connections:
     def _return_soon(self) -> None:
         if self._rank:
             self._return_s = self._returned_s + _RETURN_S
+
+    def _close_sockets(self) -> None:
+        for connection in [*self._by_rank.values(), *self._strangers]:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_WR)
+            # Unread bytes would make the kernel reset the connection, and the reset overtakes the goodbye.
+            connection.receive()
+            self._drop(connection)
+        if self._listener is not None:
+            _close_socket(self._listener)
+        self._close_selector()
 
     def _close_selector(self) -> None:
         if self._selector is not None:

@@ -231,6 +231,7 @@ def test_an_answer_that_came_before_a_failure_is_heard() -> None:
         with pytest.raises(PeerError):
             first.gather(b"")
         assert one.hear() == b"published"
+        eventually(lambda: one.failure)
         with pytest.raises(PeerError):
             one.check()
 
