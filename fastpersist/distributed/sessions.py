@@ -194,8 +194,8 @@ class Session:
         self._require_role(is_coordinator=False)
         self._raise_failure()
         self._reach()
-        self._send({0: message})
-        self._raise_failure()
+        if not self._send({0: message}):
+            self._raise_failure()
 
     def hear(self) -> bytes:
         """Wait for the next answer of the coordinator; on a follower.
@@ -463,8 +463,12 @@ class Session:
                 )
         return True
 
-    def _send(self, messages: Mapping[int, bytes]) -> None:
-        """Send messages to connected ranks; wait until the kernel has taken them, or the save has failed."""
+    def _send(self, messages: Mapping[int, bytes]) -> bool:
+        """Send messages to connected ranks; wait until the kernel has taken them, or the save has failed.
+
+        Returns:
+            Whether it took them at once: what becomes of the other ranks then is for later calls.
+        """
         for message in messages.values():
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise CoordinationError(
@@ -473,10 +477,14 @@ class Session:
                 )
         ranks = self._ranks
         if self.count == 1:
-            return
-        ranks.send(self, messages)
+            return True
         unsent = ranks.connections.unsent
+        with ranks.connections.lock:
+            ranks.send(self, messages)
+            if not unsent():
+                return True
         self._wait(lambda: self.failure is not None or not unsent(), unsent)
+        return False
 
     def _reach(self) -> None:
         """Connect with the coordinator again if the connection was lost before this session."""

@@ -375,10 +375,12 @@ def test_who_begins_late_over_a_new_connection_hears_of_a_failure_though_rank_0_
 ) -> None:
     with ranks_in_threads(2) as ranks:
         session = ranks[0].begin(SUBJECT)
-        connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
         if how == "gives up":
-            session.fail(FULL)
+            with stopped(ranks[0]):  # else it could notice first
+                connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
+                session.fail(FULL)
         else:
+            connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
             eventually(lambda: session.failure)
             with pytest.raises(PeerError) as noticed:
                 session.check()
