@@ -567,6 +567,8 @@ class Connections:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)  # it may wait for a lock that is held below this call, in a signal handler
         with self.lock:
+            if self._selector is not None:
+                self._selector.unregister(self._wake_fd)
             self.send(frame(_GOODBYE), self.ranks())
             end_s = time.monotonic() + limit_s
             while any(one.holds_back() for one in self._by_rank.values()) and (left_s := end_s - time.monotonic()) > 0:
@@ -680,7 +682,7 @@ class Connections:
         for key, mask in events:
             connection = key.data
             if key.fd == self._wake_fd:
-                continue  # close() reads no more
+                continue
             if connection is None:
                 self._accept()
             elif connection.is_open():  # a frame of another connection may have closed it
