@@ -162,6 +162,7 @@ def _serve_on_this_thread() -> None:
     def start(self: Connections) -> None:
         if self._selector is None:
             self._selector, self._wake_fd = selectors.PollSelector(), os.eventfd(0)
+            self._selector.register(self._wake_fd, selectors.EVENT_READ)
 
     def wait_until(self: Connections, over: Callable[[], bool], limit_s: float) -> bool:
         end_s = time.monotonic() + limit_s
