@@ -117,8 +117,8 @@ class Checkpointer:
         writers: The ranks that write: "all", "node" (one rank of each node), a number, or "auto": on one node up to 8
             ranks (or as many as the coordinator's tuning file says), on several nodes one rank of each.
         check_replicas: Compare all bytes of the tensors that the ranks must have in common, instead of samples.
-        peer_timeout_s: Seconds of silence after which a rank counts as failed. The death of its process is noticed at
-            once.
+        peer_timeout_s: Seconds of silence after which a rank counts as failed: it is stopped, say. The death of its
+            process is noticed at once; a rank that is late but alive is waited for, and the log names it.
         lock_timeout_s: Seconds for which the first save waits if a process of another host holds the lock. A host that
             has died keeps its lock until its lease on the file server ends (NFSv4: 90 s). 0: it does not wait.
 

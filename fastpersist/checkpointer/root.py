@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from fastpersist.commit.directory_commit import RootLock, remove_directory, sweep_directories
 from fastpersist.commit.filesystem import filesystem, make_directories
+from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.commit.step_listing import (
     Commit,
     check_files,
@@ -202,6 +203,7 @@ class Root:
         self._retention = retention
         self._first_lock_timeout_s = self._lock_timeout_s = lock_timeout_s
         self._root_lock: RootLock | None = None
+        self._device: int | None = None  # of the directory, when its lock was taken last
         self._lock = threading.RLock()  # re-entrant, for signal handlers; not held while anything is removed
         self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
         self._next_number = 1
@@ -223,17 +225,38 @@ class Root:
 
         Raises:
             ConfigError: Another process saves there.
-            StorageError: The directory cannot be made or written.
+            StorageError: The directory cannot be made or written; or its file system is not mounted any more.
         """
         if self._root_lock is not None and self._root_lock.is_held():
             return None
         self._unlock()
+        self._refuse_unmounted()
         made = make_directories(self.path)
+        self._device = os.stat(self.path).st_dev
         timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
         self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
         sweep_directories(self.path, _STEP_PATTERN, locks_work=self._root_lock.excludes_others)
         self.forget()
         return made
+
+    def _refuse_unmounted(self) -> None:
+        """Raise if the file system of the root is gone: nobody would find what is written to the directory below it.
+
+        A directory on another device is taken for the root if it has a lock file: it is mounted again.
+        """
+        above = self.path
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        device = os.stat(above).st_dev
+        if self._device in (None, device) or os.path.lexists(os.path.join(self.path, ROOT_LOCK_NAME)):
+            return
+        was, now = (f"{os.major(number)}:{os.minor(number)}" for number in (self._device, device))
+        raise StorageError(
+            errno.ENODEV,
+            f"the file system of {self.path} is not mounted any more: earlier saves went to device {was}, and {above} "
+            f"is on device {now}. Mount it again; a new Checkpointer begins anew where it is",
+            self.path,
+        )
 
     def release(self) -> None:
         """Give the lock back, if it is held; what has happened is in the log then."""

@@ -1,9 +1,10 @@
 """The connections between the ranks of a group: they carry whole frames, whatever these mean.
 
-The coordinator, rank 0, listens on a TCP port; each follower keeps one connection to it. There is no thread for this: a
-thread that waits for something serves all connections of its rank meanwhile; two threads may do so. Sends never block:
-what the kernel does not take is queued here. Forked children, such as the workers of a DataLoader, keep no connection
-open, so a connection ends when the process ends.
+The coordinator, rank 0, listens on a TCP port; each follower keeps one connection to it. One thread of each rank, the
+*I/O thread*, serves its connections from the first one until they are closed: it accepts, reads, sends what the kernel
+did not take before, and tells the owner what has come. All other threads only queue frames, which never blocks, and
+wait on a condition. Forked children, such as the workers of a DataLoader, keep no connection open, so a connection ends
+when the process ends.
 
     frame    magic with the protocol's number, kind, size, number of the session: 17 bytes; that many bytes; 16 of a tag
     hello    the first frame of a connection, the only one without a tag: which rank it is, and 32 random bytes
@@ -27,17 +28,21 @@ What frames say is left to `coordination` and `sessions`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
+import fcntl
 import hashlib
 import hmac
 import logging
+import math
 import os
-import resource
 import secrets
 import selectors
 import socket
 import struct
+import sys
+import termios
 import threading
 import time
 import weakref
@@ -46,12 +51,15 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from fastpersist import _native
+from fastpersist.distributed.peers import listening_socket, require_descriptors
 from fastpersist.errors import CoordinationError, InternalError
 
 __all__ = [
+    "ALIVE",
     "ASK",
     "FAILED",
     "FRAME_BYTES",
+    "IO_THREAD",
     "KNOWN",
     "MESSAGE",
     "MESSAGE_LIMIT_BYTES",
@@ -66,7 +74,7 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of the messages between ranks (docs/explanation/ranks.md); all ranks must have the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32
@@ -76,7 +84,10 @@ _HEADER = struct.Struct("<4sBIQ")
 _TAG_BYTES = 16
 FRAME_BYTES = _HEADER.size + _TAG_BYTES
 """Length of a frame without its message."""
-MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER, KNOWN, _PROOF = range(1, 11)
+MESSAGE, FAILED, _HELLO, _WELCOME, _GOODBYE, PULSE, ASK, OFFER, KNOWN, _PROOF, ALIVE = range(1, 12)
+
+IO_THREAD = "fastpersist-ranks"
+"""The name of the thread that serves the connections of a rank."""
 
 _NONCE_BYTES = 32
 _HELLO_BODY = struct.Struct(f"<I{_NONCE_BYTES}s")  # rank, and its random bytes
@@ -88,17 +99,19 @@ _NO_MESSAGE = "what came is no message of ours"
 _READ_BYTES = 64 << 10
 _READS_AT_ONCE = 32  # then it is another connection's turn
 _STRANGER_S = 10.0  # how long a connection may take to prove that it is a rank's
-_OTHER_DESCRIPTOR_COUNT = 256  # left for the files of saves, and for what the program opens
 _STRANGER_COUNT = 64  # the most connections that have not proven it yet
+_CONNECT_S = 0.45  # how long the I/O thread tries to connect again
+_RETURN_S = 1.0  # from one try to the next
+_JOIN_S = 2.0  # how long close() waits for the I/O thread
 _SILENT_MACHINE_S = 25  # a machine that acknowledges nothing for this long is down: Linux answers for a busy process
-_TCP_INFO = struct.Struct("<24xI16xI8xI")  # linux/tcp.h: tcpi_unacked, and ms since data was sent and an ACK received
+_TCP_INFO = struct.Struct("<44xI8xI")  # linux/tcp.h: ms since data was sent, and since an ACK was received
 
 
 def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
     """Return the bytes of a frame, without the tag, which each connection appends.
 
     Args:
-        kind: `MESSAGE`, `FAILED`, `KNOWN`, `PULSE`, `ASK` or `OFFER`.
+        kind: `MESSAGE`, `FAILED`, `KNOWN`, `PULSE`, `ALIVE`, `ASK` or `OFFER`.
         number: Of the session.
         payload: The message.
     """
@@ -106,7 +119,7 @@ def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
 
 
 class Owner(Protocol):
-    """Is called when something happens on the connections, with their lock held, on the thread that serves them."""
+    """Is called when something happens on the connections, with their lock held, on the I/O thread."""
 
     def connected(self) -> None:
         """This follower has connected, for the first time or again."""
@@ -119,6 +132,9 @@ class Owner(Protocol):
 
     def lost(self, rank: int, why: str, said_goodbye: bool) -> None:
         """The connection with a rank has ended."""
+
+    def tick(self) -> float:
+        """Some time has passed. Returns in how many seconds the next call is due."""
 
 
 # ----------------------------------------------------------------------------------------- one connection
@@ -187,7 +203,7 @@ class _Connection:
         self._awaited: tuple[int, int] | None = _HELLO_FRAME if own_rank is None else _WELCOME_FRAME
         self._seals: tuple[_Seal, _Seal] | None = None  # of frames that come, and of frames that go
         self.made_s = time.monotonic()
-        self.watched = 0  # the events that rank 0's selector waits for
+        self.watched = 0  # the events that the selector waits for
         self._inbound = bytearray()
         self._error: str | None = None
         self._unanswered_since_s: float | None = None
@@ -310,9 +326,9 @@ class _Connection:
         if self._seals is None or not hmac.compare_digest(self._seals[0].tag(digest), tag):
             raise _Refused(_NO_MESSAGE if self.is_proven else "the other side does not know the token of this group")
 
-    def wanted(self) -> int:
-        """Return the events to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+    def holds_back(self) -> bool:
+        """Tell whether frames have not been given to the kernel yet."""
+        return bool(self.unsent or self.held)
 
     def is_unanswered(self) -> bool:
         """Tell whether the machine at the other end has not acknowledged what was sent, for `_SILENT_MACHINE_S`.
@@ -324,8 +340,10 @@ class _Connection:
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         if len(info) < _TCP_INFO.size:
             return False
-        unacked_count, sent_ms_ago, acked_ms_ago = _TCP_INFO.unpack(info)
-        if not unacked_count or acked_ms_ago <= sent_ms_ago:
+        sent_ms_ago, acked_ms_ago = _TCP_INFO.unpack(info)
+        # What is not acknowledged, or not even sent: the own interface may be down.
+        queued_bytes = int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        if not queued_bytes or acked_ms_ago <= sent_ms_ago:
             self._unanswered_since_s = None  # a receiver whose buffer is full acknowledges what it drops
             return False
         if self._unanswered_since_s is None:
@@ -346,45 +364,10 @@ def _connection(connected: socket.socket, token: bytes, own_rank: int | None) ->
         raise
 
 
-def _require_descriptors(count: int) -> None:
-    """Raise this process's limit of open files, as far as it may, so that there is one for each follower.
-
-    Raises:
-        OSError: EMFILE: it may not have so many.
-    """
-    soft_count, hard_count = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed_count = len(os.listdir("/proc/self/fd")) + count + _OTHER_DESCRIPTOR_COUNT
-    if soft_count == resource.RLIM_INFINITY or needed_count <= soft_count:
-        return
-    if needed_count > hard_count != resource.RLIM_INFINITY:
-        raise OSError(
-            errno.EMFILE,
-            f"rank 0 has a connection with each of {count - 1} followers, needs {needed_count} open files with those "
-            f"that it has, and may have {hard_count}: raise the limit of its process (ulimit -Hn, LimitNOFILE= of "
-            "systemd, --ulimit nofile= of docker)",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed_count, hard_count))
-    _log.info("rank 0 raised its limit of open files from %d to %d", soft_count, needed_count)
-
-
 # ---------------------------------------------------------------------------------- the connections of a rank
 
 _Event = tuple[selectors.SelectorKey, int]
 _all_connections: weakref.WeakSet[Connections] = weakref.WeakSet()
-
-
-def _server(host: str, both: bool, ports: Iterable[int], backlog: int) -> socket.socket:
-    """Listen at the first port that is free; with `both`, for IPv4 and IPv6."""
-    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    tried = []
-    for port in ports:
-        try:
-            return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=backlog)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            tried.append(port)
-    raise OSError(errno.EADDRINUSE, f"no port of {tried[0]} to {tried[-1]} is free: FASTPERSIST_PORTS allows no other")
 
 
 class Connections:
@@ -397,6 +380,7 @@ class Connections:
 
     Attributes:
         lock: Held while connections are served, never while a thread waits; re-entrant, as a signal handler may save.
+        changed: A condition with that lock: something has come, or the connections are closed.
         token: Of the group; set before the first connection.
         addresses: Host and port of rank 0; the first is used.
 
@@ -405,6 +389,7 @@ class Connections:
 
     def __init__(self, rank: int, count: int, owner: Owner) -> None:
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.token = b""
         self.addresses: list[tuple[str, int]] = []
         self._rank = rank
@@ -416,9 +401,13 @@ class Connections:
         self._strangers: list[_Connection] = []
         self._listener: socket.socket | None = None
         self._is_listening = False
-        self._answers_looked_at_s = 0.0
-        self._selector: selectors.BaseSelector | None = None  # rank 0's
-        _all_connections.add(self)
+        self._is_paused = False
+        self._return_s = math.inf  # when this follower, which has lost its connection, tries to connect again
+        self._returned_s = 0.0  # when it has tried last
+        self._tick_s = 0.0  # when the next one is due
+        self._thread: threading.Thread | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._wake_fd = -1  # readable when the I/O thread is to end
 
     def listen(self, hosts: list[str], ports: Iterable[int] = (0,), *, only_there: bool = False) -> None:
         """Listen for followers; on the coordinator.
@@ -431,13 +420,13 @@ class Connections:
         Raises:
             OSError: It cannot listen, or this process may not have so many open files.
         """
-        _require_descriptors(self._count)
+        require_descriptors(self._count)
         own = hosts[0] if only_there or hosts == ["127.0.0.1"] else ""
         both = not own and socket.has_dualstack_ipv6()
-        self._listener = _server(own, both, ports, self._count + _STRANGER_COUNT)
+        self._listener = listening_socket(own, both, ports, self._count + _STRANGER_COUNT)
         self._listener.setblocking(False)
         _keep_from_children(self._listener)
-        self._selector = selectors.DefaultSelector()
+        self._start()
         self.take_connections()
         port = self._listener.getsockname()[1]
         self.addresses = [(host, port) for host in hosts]
@@ -470,28 +459,27 @@ class Connections:
                 if self._why_closed:
                     _close_socket(made)
                     return
+                self._start()
+                self._return_s, self._is_paused = math.inf, False
                 self._by_rank[0] = connection
+                self._watch(connection)
                 self._owner.connected()
 
-    def wait_welcome(self, end_s: float) -> bool:
+    def wait_welcome(self, limit_s: float) -> bool:
         """Wait until rank 0 has proven itself; return whether it has. If not, close the connection."""
-        connection = self._by_rank[0]
-        while connection.is_open() and time.monotonic() < end_s:
-            if self.serve_until(lambda: connection.is_proven, 0.5):
-                return True
+        connection = self._by_rank.get(0)
+        if connection is None:
+            return False
+        self.wait_until(lambda: connection.is_proven or not connection.is_open(), limit_s)
         with self.lock:
-            self._drop(connection)
-        return False
+            if not connection.is_proven:
+                self._drop(connection)
+        return connection.is_proven and connection.is_open()
 
     def ranks(self) -> list[int]:
         """Return the ranks with which this one is connected."""
         with self.lock:
             return list(self._by_rank)
-
-    def awaits_welcome(self) -> bool:
-        """Tell whether frames wait until rank 0 has proven itself; on a follower."""
-        with self.lock:
-            return any(not connection.is_proven for connection in self._by_rank.values())
 
     def unsent(self) -> list[int]:
         """Return the ranks that have not read all that was sent to them."""
@@ -507,97 +495,194 @@ class Connections:
                     self._by_rank[rank].send(data, digest)
                     self._watch(self._by_rank[rank])
 
-    def look(self) -> None:
-        """Serve the connections that are ready. Never blocks.
+    def catch_up(self) -> None:
+        """Serve the connections that are ready, here and now. Never blocks.
 
         Raises:
             CoordinationError: The connections are closed.
         """
         with self.lock:
-            self._refuse_closed()
-            if self._by_rank or self._selector is not None:
-                self._serve(self._watching().select(0))
+            self.refuse_closed()
+            if self._selector is not None:
+                self._serve(self._selector.select(0))
 
-    def serve_until(self, over: Callable[[], bool], limit_s: float) -> bool:
-        """Wait once until a connection is ready, and serve it; return what `over` says, before the wait if it is true.
+    def wait_until(self, over: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until a function returns true, which is asked whenever something has come; return what it says last.
 
         Raises:
             CoordinationError: The connections are closed.
         """
         with self.lock:
-            self._refuse_closed()
-            if over():
-                return True
-            selector = self._watching()
-        events: list[_Event] = []
-        with contextlib.suppress(OSError, ValueError):  # another thread closes it
-            events = selector.select(limit_s)
-        with self.lock:
-            if not self._why_closed:
-                self._serve(events)
+            self.refuse_closed()
+            if self.changed.wait_for(lambda: over() or self.is_closed(), limit_s) and not over():
+                self.refuse_closed()
             return over()
 
-    def flush(self, limit_s: float) -> None:
-        """Wait for ranks that read slowly, but no longer than this; what is left goes with the next call.
+    def is_closed(self) -> bool:
+        """Tell whether the connections are closed, or were closed in this process by fork()."""
+        return bool(self._why_closed)
+
+    def refuse_closed(self) -> None:
+        """Raise if the connections are closed.
 
         Raises:
-            CoordinationError: The connections are closed.
+            CoordinationError: They are.
         """
-        end_s = time.monotonic() + limit_s
-        while (left_s := end_s - time.monotonic()) > 0 and not self.serve_until(
-            lambda: not self.unsent() and not self.awaits_welcome(), left_s
-        ):
-            pass
+        if self._why_closed:
+            raise CoordinationError(self._why_closed)
+
+    def drop(self, rank: int) -> None:
+        """Close the connection with a rank; its owner is not told."""
+        with self.lock:
+            if rank in self._by_rank:
+                self._drop(self._by_rank[rank])
+                self._return_soon()
+
+    def pause(self, on: bool = True) -> None:
+        """Stop to read what rank 0 sends, until too much of it is held here, or go on; on a follower."""
+        with self.lock:
+            if self._is_paused != on:
+                self._is_paused = on
+                for connection in self._by_rank.values():
+                    self._watch(connection)
+
+    def flush(self, limit_s: float) -> None:
+        """Wait for ranks that read slowly, but no longer than this; what is left goes later."""
+        with contextlib.suppress(CoordinationError):
+            self.wait_until(lambda: not any(one.holds_back() for one in self._by_rank.values()), limit_s)
 
     def close(self, why: str, limit_s: float) -> None:
-        """Say goodbye and close everything; may be called again.
+        """Say goodbye, close everything, and end the I/O thread; may be called again.
 
         Args:
             why: The error of later calls.
             limit_s: How long to wait for ranks that read slowly.
         """
-        if self._why_closed:
-            return
-        self.send(frame(_GOODBYE), self.ranks())
-        with contextlib.suppress(CoordinationError, ReferenceError):  # another thread has closed them; no owner is left
-            self.flush(limit_s)
         with self.lock:
-            self._why_closed = self._why_closed or why
-            for connection in [*self._by_rank.values(), *self._strangers]:
-                with contextlib.suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_WR)
-                # Unread bytes would make the kernel reset the connection, and the reset overtakes the goodbye.
-                connection.receive()
-                self._drop(connection)
-            if self._listener is not None:
-                _close_socket(self._listener)
+            if self._why_closed:
+                return
+            self._why_closed = why
+            self.changed.notify_all()
+            self._end_thread()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)  # it may wait for a lock that is held below this call, in a signal handler
+        with self.lock:
             if self._selector is not None:
-                self._selector.close()
+                self._selector.unregister(self._wake_fd)
+            self.send(frame(_GOODBYE), self.ranks())
+            end_s = time.monotonic() + limit_s
+            while any(one.holds_back() for one in self._by_rank.values()) and (left_s := end_s - time.monotonic()) > 0:
+                with contextlib.suppress(ReferenceError):  # no owner is left
+                    self._serve(self._selector.select(left_s) if self._selector is not None else [])
+            self._close_sockets()
+
+    # --- the I/O thread
+
+    def _start(self) -> None:
+        """Start the I/O thread, unless it runs."""
+        if self._selector is not None:
+            return
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        _all_connections.add(self)
+        self._thread = threading.Thread(target=self._run, name=IO_THREAD, daemon=True)
+        self._thread.start()
+
+    def _end_thread(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self.lock:
+                    if self.is_closed() or self._selector is None:
+                        return
+                    selector = self._selector
+                    wait_s = max(0.0, min(self._tick_s, self._return_s) - time.monotonic())
+                events = selector.select(wait_s)
+                with self.lock:
+                    if self.is_closed():
+                        return
+                    self._serve(events)
+                    if time.monotonic() >= self._tick_s:
+                        self._tick()
+                    self.changed.notify_all()
+                if time.monotonic() >= self._return_s:
+                    self._return()
+        except ReferenceError:  # nobody uses these ranks any more
+            return
+        except Exception as error:  # noqa: BLE001 - else calls would wait for a thread that is gone
+            _log.exception("the thread %s has failed", IO_THREAD)
+            with self.lock:
+                self._why_closed = f"the thread {IO_THREAD} has failed: {type(error).__name__}: {error}"
+                self._close_sockets()  # the other ranks notice
+                self.changed.notify_all()
+
+    def _tick(self) -> None:
+        now_s = time.monotonic()
+        for stranger in list(self._strangers):
+            if now_s - stranger.made_s > _STRANGER_S:
+                self._drop(stranger)
+        for rank, connection in list(self._by_rank.items()):
+            if connection.is_unanswered():
+                self._lose(connection, rank, f"nothing was acknowledged for {_SILENT_MACHINE_S:g} s")
+        self._tick_s = now_s + min(self._owner.tick(), _SILENT_MACHINE_S / 5, _STRANGER_S / 5)
+
+    def _return(self) -> None:
+        """Try to connect with rank 0 again, so that it knows that this follower is alive, also between two saves."""
+        self._returned_s, self._return_s = time.monotonic(), math.inf
+        try:
+            self.connect(_CONNECT_S)
+        except ConnectionRefusedError:
+            pass  # nobody listens there any more
+        except OSError:
+            self._return_soon()
+
+    def _return_soon(self) -> None:
+        if self._rank:
+            self._return_s = self._returned_s + _RETURN_S
+
+    def _close_sockets(self) -> None:
+        for connection in [*self._by_rank.values(), *self._strangers]:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_WR)
+            # Unread bytes would make the kernel reset the connection, and the reset overtakes the goodbye.
+            connection.receive()
+            self._drop(connection)
+        if self._listener is not None:
+            _close_socket(self._listener)
+        self._close_selector()
+
+    def _close_selector(self) -> None:
+        if self._selector is not None:
+            self._selector.close()
+            os.close(self._wake_fd)
+            self._selector, self._wake_fd = None, -1
 
     # --- inside, with the lock held
 
-    def _refuse_closed(self) -> None:
-        if self._why_closed:
-            raise CoordinationError(self._why_closed)
-
-    def _watching(self) -> selectors.BaseSelector:
-        """Return a selector for all connections; on a follower a new one, which holds no descriptor."""
-        if self._selector is not None:
-            return self._selector
-        selector = selectors.PollSelector()
-        for connection in self._by_rank.values():
-            selector.register(connection.socket, connection.wanted(), connection)
-        return selector
-
     def _watch(self, connection: _Connection) -> None:
-        if self._selector is not None and connection.is_open() and connection.watched != connection.wanted():
-            watch = self._selector.modify if connection.watched else self._selector.register
-            connection.watched = connection.wanted()
-            watch(connection.socket, connection.watched, connection)
+        if self._selector is None or not connection.is_open():
+            return
+        wanted = selectors.EVENT_WRITE if connection.unsent else 0
+        wanted |= 0 if self._is_paused else selectors.EVENT_READ
+        if connection.watched == wanted:
+            return
+        if not wanted:
+            self._selector.unregister(connection.socket)
+        elif connection.watched:
+            self._selector.modify(connection.socket, wanted, connection)
+        else:
+            self._selector.register(connection.socket, wanted, connection)
+        connection.watched = wanted
 
     def _serve(self, events: Iterable[_Event]) -> None:
         for key, mask in events:
             connection = key.data
+            if key.fd == self._wake_fd:
+                continue
             if connection is None:
                 self._accept()
             elif connection.is_open():  # a frame of another connection may have closed it
@@ -605,16 +690,6 @@ class Connections:
                 self._watch(connection)
                 if mask & selectors.EVENT_READ:
                     self._read(connection)
-        now_s = time.monotonic()
-        for stranger in list(self._strangers):
-            if now_s - stranger.made_s > _STRANGER_S:
-                self._drop(stranger)
-        if now_s - self._answers_looked_at_s > _SILENT_MACHINE_S / 25:
-            self._answers_looked_at_s = now_s
-            for rank, connection in list(self._by_rank.items()):
-                if connection.is_unanswered():
-                    self._drop(connection)
-                    self._owner.lost(rank, f"nothing was acknowledged for {_SILENT_MACHINE_S:g} s", False)
 
     def _accept(self) -> None:
         while self._listener is not None:
@@ -646,9 +721,14 @@ class Connections:
             if connection.rank is None:
                 _log.warning("rank 0 has refused a connection: %s", ended)
         if ended is not None and connection.is_open():
-            self._drop(connection)
-            if connection.rank is not None:
-                self._owner.lost(connection.rank, ended, connection.said_goodbye)
+            self._lose(connection, connection.rank, ended)
+
+    def _lose(self, connection: _Connection, rank: int | None, why: str) -> None:
+        self._drop(connection)
+        if rank is not None:
+            if not connection.said_goodbye:
+                self._return_soon()
+            self._owner.lost(rank, why, connection.said_goodbye)
 
     def _take(self, connection: _Connection, kind: int, number: int, payload: bytes) -> None:
         if connection.rank is None:
@@ -688,13 +768,13 @@ class Connections:
     def _leave_to_parent(self) -> None:
         """Let go of the sockets; in a forked child, where their descriptors are closed."""
         self.lock, self._connecting = threading.RLock(), threading.RLock()
+        self.changed, self._thread = threading.Condition(self.lock), None
         self._why_closed = "the connections to the other ranks belong to the process that this one was forked from"
         for connection in [*self._by_rank.values(), *self._strangers]:
             connection.socket.detach()
         if self._listener is not None:
             self._listener.detach()
-        if self._selector is not None:
-            self._selector.close()
+        self._close_selector()
 
 
 def _leave_sockets_to_parent() -> None:
@@ -709,4 +789,11 @@ def _leave_sockets_to_parent() -> None:
         connections._leave_to_parent()
 
 
+def _close_all() -> None:
+    # Before the interpreter ends its daemon threads: one may hold a lock then, for ever.
+    for connections in list(_all_connections):
+        connections.close("the program ends", _CONNECT_S)
+
+
 os.register_at_fork(after_in_child=_leave_sockets_to_parent)
+atexit.register(_close_all)

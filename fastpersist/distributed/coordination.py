@@ -1,19 +1,24 @@
 """The ranks of a process group meet, begin sessions, and hear of each other's failures: `Ranks`.
 
-They talk beside training, without collectives and without torch's Store. `connections` carries frames, `sessions` has
-what is said in one session; this module imports both, and neither imports it. The coordinator, rank 0, is connected
-with each follower. When a process dies, the kernel closes its connections, so the other ranks know at once.
-`Ranks.meet` is the only collective; after it, no call waits longer than half a second without calling `Session.poll`.
+They talk beside training, without collectives and without torch's Store. `connections` carries frames on a thread of
+its own, `sessions` has what is said in one session; this module imports both, and neither imports it. The coordinator,
+rank 0, is connected with each follower. When a process dies, the kernel closes its connections, so the other ranks know
+at once. `Ranks.meet` is the only collective; after it, no call waits longer than half a second without calling
+`Session.poll`.
+
+While a call waits for a rank of which nothing was heard lately, the I/O thread asks it whether it is alive (*pulse*);
+the I/O thread there answers, whatever its other threads do (*alive*). So a rank that is late costs time, not the save.
+One that does not answer either is stopped, or its machine is: after `patience_s` its connection is closed as if it had
+died. Two ranks that wait for each other so long do not make the same calls, and the save fails.
 
 Each save has a *session*. All ranks begin their sessions in the same order, on the thread that calls save(), so a
 number identifies a session. Ranks may be at different sessions: a message of a session that this rank has not begun is
 kept, one of a session that is over is dropped.
 
-A rank that fails tells the coordinator, which tells all followers. A rank that hears of a failure acknowledges it. What
-is not acknowledged may be lost with the connection; either side tells it again over the next one. Until all ranks have
-acknowledged a failure, the coordinator serves its connections on a thread of its own, so that a follower that begins
-that session late, perhaps over a new connection, does not wait for a rank that has long given up. A lost connection
-fails all sessions that were begun and are not over; later sessions connect again.
+A rank that fails tells the coordinator, which tells all followers. The coordinator acknowledges what a follower tells
+it; what it has not acknowledged may be lost with the connection, and the follower tells it again over the next one. The
+coordinator tells a follower that connects again of all failures. A lost connection fails all sessions that were begun
+and are not over; the follower connects again at once.
 """
 
 from __future__ import annotations
@@ -23,14 +28,14 @@ import json
 import logging
 import mmap
 import secrets
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastpersist.config import BLOCK_BYTES, network
 from fastpersist.distributed.connections import (
+    ALIVE,
     ASK,
     FAILED,
     FRAME_BYTES,
@@ -60,20 +65,16 @@ from fastpersist.saving.directory_files import own_version
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LATE_THREAD", "Exchange", "Ranks"]
+__all__ = ["Exchange", "Ranks"]
 
 _log = logging.getLogger("fastpersist")
 
 Exchange = Callable[[Any], Sequence[Any]]
 """A collective: given an object of this rank, returns one of each rank, by rank."""
 
-LATE_THREAD = "fastpersist-late-ranks"
-"""The name of the thread that serves the connections: the coordinator's until all ranks know of a failure, a follower's
-until the coordinator has welcomed it."""
-
 _FAREWELL_S = 0.4  # how long fail() and close() wait for a rank that does not read
 _RETURN_S = 10.0  # how long the coordinator waits for a follower whose connection was lost before the session
-_PULSE_S = 15.0  # how often a rank that writes for long tells that it is alive
+_PULSE_S = 15.0  # how long nothing may be heard of a rank before it is asked whether it is alive
 _MEETING_S = 30.0
 _WELCOME_S = 5.0  # how long an address has to answer before the next one is tried
 _OLD_FAILURE_COUNT = 64
@@ -89,7 +90,7 @@ class Ranks:
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
         block_bytes: What is cut among the ranks is cut at multiples of it.
-        patience_s: How long a call waits for a rank that is silent.
+        patience_s: How long a rank may be silent, while a call waits for it.
         connections: This rank's.
     """
 
@@ -109,10 +110,8 @@ class Ranks:
         self._absent: dict[int, tuple[Failure, bool]] = {}  # by rank with a lost connection; whether it said goodbye
         self._processes: list[Any] = [None] * count  # of the ranks on this machine
         self._heard_s: dict[int, float] = {}  # when each rank was last heard of
-        self._pulsed_s = 0.0
+        self._unanswered: dict[int, int] = {}  # by rank, how many ticks ago it was asked whether it is alive
         self._untold: dict[int, Failure] = {}  # by session, failures that rank 0 has not acknowledged; on a follower
-        self._unaware: dict[int, tuple[float, set[int]]] = {}  # by failed session: deadline, and ranks that do not know
-        self._is_waiting_for_late = False
         self.connections = Connections(rank, count, self)
 
     @classmethod
@@ -121,7 +120,7 @@ class Ranks:
 
         Args:
             process_group: Any backend that can gather objects; None for the default group.
-            timeout_s: How long another rank may be silent while this one waits for it; rank 0's counts.
+            timeout_s: How long another rank may be silent (it is stopped) while this one waits for it; rank 0's counts.
 
         Raises:
             ConfigError: The versions of fastpersist do not fit, or this process is not in the group.
@@ -203,12 +202,10 @@ class Ranks:
             )
 
     def _welcome_all(self) -> str | None:
-        end_s = time.monotonic() + _MEETING_S
-        while not self.connections.serve_until(lambda: len(self.connections.ranks()) == self.count - 1, WAKE_S):
-            if time.monotonic() >= end_s:
-                missing = sorted(set(range(1, self.count)) - set(self.connections.ranks()))
-                return f"{named(missing)} did not connect to rank 0 within {_MEETING_S:g} s"
-        return None
+        if self.connections.wait_until(lambda: len(self.connections.ranks()) == self.count - 1, _MEETING_S):
+            return None
+        missing = sorted(set(range(1, self.count)) - set(self.connections.ranks()))
+        return f"{named(missing)} did not connect to rank 0 within {_MEETING_S:g} s"
 
     def _find_coordinator(self) -> str | None:
         """Find the address at which the coordinator can be reached, and connect; else return what failed."""
@@ -223,7 +220,7 @@ class Ranks:
                 except OSError as error:
                     reason = f"{address}: {error}"
                     continue
-                if self.connections.wait_welcome(end_s if len(offered) == 1 else time.monotonic() + _WELCOME_S):
+                if self.connections.wait_welcome(end_s - time.monotonic() if len(offered) == 1 else _WELCOME_S):
                     return None
                 reason = f"{address}: nobody answers there, or somebody else"
             time.sleep(WAKE_S)
@@ -241,7 +238,7 @@ class Ranks:
         """
         with self.connections.lock:
             self.connections.take_connections()  # again, if this process had too many open files before
-            self.connections.look()  # a connection that is lost by now was lost before this session
+            self.connections.catch_up()  # a connection that is lost by now was lost before this session
             self._begun += 1
             session = Session(self, self._begun, subject, poll)
             session.failure = self._failures.get(self._begun)
@@ -288,21 +285,6 @@ class Ranks:
                 self._record(session.number, failure)
         return session.failure is not None or session.has_all()
 
-    def pulse(self) -> None:
-        """Tell the other ranks that this one is alive, if it has not done so lately."""
-        now_s = time.monotonic()
-        if now_s - self._pulsed_s >= self.pulse_interval_s():
-            self._pulsed_s = now_s
-            self.connections.send(frame(PULSE, 0, b""), self.connections.ranks())
-
-    def pulse_interval_s(self) -> float:
-        """Return how often a rank that works tells that it is alive."""
-        return min(_PULSE_S, self.patience_s / 5)
-
-    def silent_since(self, ranks: Iterable[int]) -> float:
-        """Return since when the rank that has been silent longest, of these, has been silent."""
-        return min((self._heard_s.get(rank, 0.0) for rank in ranks), default=0.0)
-
     def send(self, session: Session, messages: Mapping[int, bytes], kind: int = MESSAGE) -> None:
         """Send a message to each of these ranks that is connected; ranks that get the same object share one frame."""
         with self.connections.lock:
@@ -326,50 +308,9 @@ class Ranks:
                 connections.connect(_FAREWELL_S)  # a new connection tells rank 0 what was not acknowledged
         with connections.lock:
             if session.failure is None:
-                self._record(number, failure)
-                session.failure = failure
-                if self.rank:
-                    self._untold[number] = failure
-                    connections.send(failure.frame(number), [0])
+                self._fail(session, failure)
+                connections.changed.notify_all()
         connections.flush(_FAREWELL_S)
-
-    # --- followers that come late; on the coordinator, with the lock of the connections held unless it says otherwise
-
-    def _wait_for_late(self, number: int) -> None:
-        """Serve the connections until all ranks know of a failure."""
-        self._unaware[number] = time.monotonic() + self.patience_s, set(range(1, self.count))
-        if not self._all_know():
-            self._serve_apart()
-
-    def _serve_apart(self) -> None:
-        """Serve the connections on a thread of their own, until `_late_are_served`."""
-        if not self._is_waiting_for_late:
-            with contextlib.suppress(RuntimeError):  # there can be no new thread, as when the interpreter ends
-                threading.Thread(
-                    target=_serve_late, args=(weakref.ref(self), self.connections), name=LATE_THREAD, daemon=True
-                ).start()
-                self._is_waiting_for_late = True
-
-    def _knows(self, rank: int, number: int) -> None:
-        """Note that a rank knows of a failure."""
-        self._untold.pop(number, None)
-        if number in self._unaware:
-            self._unaware[number][1].discard(rank)
-
-    def _all_know(self) -> bool:
-        """Tell whether each rank that may still come knows of all failures."""
-        now_s = time.monotonic()
-        for number, (end_s, unaware) in list(self._unaware.items()):
-            unaware -= {rank for rank, (_, is_final) in self._absent.items() if is_final}
-            if now_s >= end_s or all(is_dead(self._processes[rank]) for rank in unaware):
-                del self._unaware[number]
-        return not self._unaware
-
-    def _late_are_served(self) -> bool:
-        """Tell whether the thread that serves late followers is to end; without the lock."""
-        with self.connections.lock:
-            self._is_waiting_for_late = not self._all_know() or (self.rank > 0 and self.connections.awaits_welcome())
-            return not self._is_waiting_for_late
 
     # --- for connections, which hold their lock
 
@@ -378,12 +319,11 @@ class Ranks:
         self._absent.clear()
         for number, failure in self._untold.items():
             self.connections.send(failure.frame(number), [0])
-        if self._begun:
-            self._serve_apart()  # frames wait for rank 0's welcome, and this rank may do other things when it comes
 
     def greeted(self, rank: int) -> None:
         """Tell a follower that has connected again what it has missed."""
         self._absent.pop(rank, None)
+        self._unanswered.pop(rank, None)
         for number, failure in self._failures.items():
             self.connections.send(failure.frame(number), [rank])
         for session in list(self._sessions.values()):
@@ -392,14 +332,22 @@ class Ranks:
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
         """Hand a message or a failure to its session."""
         self._heard_s[rank] = time.monotonic()
+        self._unanswered.pop(rank, None)
         session = self._sessions.get(number)
         if kind == FAILED:
             culprit, how, text = json.loads(payload)
             self._record(number, Failure(culprit, how, text), rank)
-            self.connections.send(frame(KNOWN, number), [rank])
-            self._knows(rank, number)
+            if self.rank == 0:
+                self.connections.send(frame(KNOWN, number), [rank])
+            self._untold.pop(number, None)
         elif kind == KNOWN:
-            self._knows(rank, number)
+            self._untold.pop(number, None)
+        elif kind == PULSE:
+            self.connections.send(frame(ALIVE), [rank])
+            if session is not None and session.waits_for_one_that_waits(rank):
+                follower = rank or self.rank
+                text = f"rank {follower} and rank 0 waited for each other for {self.patience_s:g} s"
+                self._fail(session, Failure(follower, "silent", text))
         elif kind in (MESSAGE, ASK, OFFER) and session is not None:
             session.arrive(rank, kind, payload)
         elif kind in (MESSAGE, ASK, OFFER) and number > self._begun:
@@ -408,8 +356,39 @@ class Ranks:
     def lost(self, rank: int, why: str, said_goodbye: bool) -> None:
         """Make the sessions fail that were under way with a rank."""
         text = f"its connection was lost ({why}); it was killed, or its machine or the network is down"
-        failure = Failure(rank, "gone", "it has closed its connections" if said_goodbye else text)
+        self._lose(rank, Failure(rank, "gone", "it has closed its connections" if said_goodbye else text), said_goodbye)
+
+    def tick(self) -> float:
+        """Ask ranks for which calls wait whether they are alive, and close the connections of those that are silent."""
+        now_s, interval_s = time.monotonic(), self._pulse_interval_s()
+        connected = set(self.connections.ranks())
+        for session in list(self._sessions.values()):
+            awaited = session.awaited() if session.awaited is not None and session.failure is None else ()
+            asked = [rank for rank in awaited if rank in connected and rank not in self._unanswered]
+            asked = [rank for rank in asked if now_s - self._heard_s.get(rank, 0.0) >= interval_s]
+            self.connections.send(frame(PULSE, session.number), asked)
+            self._unanswered.update(dict.fromkeys(asked, 0))
+        # Ticks are counted, and not the time: a process that was stopped itself first hears what has come meanwhile.
+        for rank in self._unanswered:
+            self._unanswered[rank] += 1
+        silent = [rank for rank, ticks in self._unanswered.items() if ticks * interval_s > self.patience_s]
+        if silent:
+            text = f"nothing came from {named(silent)} for {self.patience_s:g} s"
+            for rank in silent:
+                failure = Failure(rank, "silent", text if self.rank == 0 else f"{text}, says rank {self.rank},")
+                for session in list(self._sessions.values()):
+                    if self.rank == 0 and session.failure is None and not session.is_settled:
+                        self.connections.send(failure.frame(session.number), [rank])  # it is read when that goes on
+                self.connections.drop(rank)
+                self._lose(rank, failure)
+        return interval_s
+
+    def _pulse_interval_s(self) -> float:
+        return min(_PULSE_S, self.patience_s / 5)
+
+    def _lose(self, rank: int, failure: Failure, said_goodbye: bool = False) -> None:
         self._absent[rank] = (failure, said_goodbye)
+        self._unanswered.pop(rank, None)
         if said_goodbye and self.rank == 0:
             return  # its last messages may be here already
         for number, session in list(self._sessions.items()):
@@ -417,6 +396,14 @@ class Ranks:
                 if self.rank:
                     self._untold[number] = Failure(self.rank, "gone", "it had lost its connection to rank 0")
                 self._record(number, failure, rank)
+
+    def _fail(self, session: Session, failure: Failure) -> None:
+        """Note the failure of a session that this rank has found out, and tell the others."""
+        self._record(session.number, failure)
+        session.failure = failure
+        if self.rank:
+            self._untold[session.number] = failure
+            self.connections.send(failure.frame(session.number), [0])
 
     def _record(self, number: int, failure: Failure, told_by: int = 0) -> None:
         """Note the first failure of a session; the coordinator passes it on."""
@@ -431,12 +418,3 @@ class Ranks:
         if self.rank == 0:
             followers = [rank for rank in self.connections.ranks() if rank != told_by]
             self.connections.send(failure.frame(number), followers)
-            self._wait_for_late(number)
-
-
-def _serve_late(ranks: weakref.ref[Ranks], connections: Connections) -> None:
-    """Serve the connections until all late followers are served, or the ranks are closed or dropped."""
-    with contextlib.suppress(CoordinationError, ReferenceError):
-        while (alive := ranks()) is not None and not alive._late_are_served():
-            del alive
-            connections.serve_until(lambda: False, WAKE_S)

@@ -58,7 +58,6 @@ class CoordinatorSave(Alone):
         self._stats = stats
         self._overwrite = bool(overwrite)
         pending.when_failed(lambda _: self.stores.forget())  # done last of all, when the directory is removed
-        pending.around_parts(self.session.working)
         if not self.stores.may_be_several():
             self.offer()
 

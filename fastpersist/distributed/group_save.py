@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -146,11 +146,10 @@ def save_together(obj: object, path: str, group: SaveGroup, options: FileOptions
     started_s = time.monotonic()
     require_engine(options.engine)
     container = options.plan(obj, path)
-    with group.session.working():
-        if group.session.rank:
-            return _write_part(container, path, group, options.durable, options.engine, started_s)
-        warn_of_file(container, obj)
-        return _write_and_publish(container, path, group, options, started_s)
+    if group.session.rank:
+        return _write_part(container, path, group, options.durable, options.engine, started_s)
+    warn_of_file(container, obj)
+    return _write_and_publish(container, path, group, options, started_s)
 
 
 def save_together_async(obj: object, path: str, owners: Owners, group: SaveGroup, options: FileOptions) -> PendingSave:
@@ -179,10 +178,6 @@ def save_together_async(obj: object, path: str, owners: Owners, group: SaveGroup
 
 class PublishedShare(CoordinatorFile):
     """The coordinator's share of a file that is published under a name of its own: a `file_save.SharedFile`."""
-
-    def working(self) -> AbstractContextManager[None]:
-        """Return the context in which the followers know that this rank is alive."""
-        return self._session.working()
 
     def fail(self, error: BaseException) -> None:
         """Tell the followers that the save has failed here."""

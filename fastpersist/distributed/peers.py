@@ -1,24 +1,36 @@
-"""What ranks tell each other when they meet: where they run, where they can be reached, what they understand."""
+"""What ranks need to meet: where they run, where they can be reached, what they understand, descriptors, a port."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import logging
 import os
+import resource
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastpersist.errors import ConfigError
 
-__all__ = ["hosts_of", "is_dead", "loopback_place", "own_hosts", "own_process", "refuse_other_versions"]
+__all__ = [
+    "hosts_of",
+    "is_dead",
+    "listening_socket",
+    "loopback_place",
+    "own_hosts",
+    "own_process",
+    "refuse_other_versions",
+    "require_descriptors",
+]
 
 _log = logging.getLogger("fastpersist")
 
 _SIOCGIFADDR = 0x8915
+_OTHER_DESCRIPTOR_COUNT = 256  # left for the files of saves, and for what the program opens
 
 
 def own_process() -> tuple[int, str, str]:
@@ -110,6 +122,41 @@ def hosts_of(interface: str) -> list[str]:
     if not found:
         raise ConfigError(f"the network interface {interface}, which FASTPERSIST_INTERFACE names, has no address")
     return found
+
+
+def require_descriptors(count: int) -> None:
+    """Raise this process's limit of open files, as far as it may, so that there is one for each follower.
+
+    Raises:
+        OSError: EMFILE: it may not have so many.
+    """
+    soft_count, hard_count = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed_count = len(os.listdir("/proc/self/fd")) + count + _OTHER_DESCRIPTOR_COUNT
+    if soft_count == resource.RLIM_INFINITY or needed_count <= soft_count:
+        return
+    if needed_count > hard_count != resource.RLIM_INFINITY:
+        raise OSError(
+            errno.EMFILE,
+            f"rank 0 has a connection with each of {count - 1} followers, needs {needed_count} open files with those "
+            f"that it has, and may have {hard_count}: raise the limit of its process (ulimit -Hn, LimitNOFILE= of "
+            "systemd, --ulimit nofile= of docker)",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed_count, hard_count))
+    _log.info("rank 0 raised its limit of open files from %d to %d", soft_count, needed_count)
+
+
+def listening_socket(host: str, both: bool, ports: Iterable[int], backlog: int) -> socket.socket:
+    """Listen at the first port that is free; with `both`, for IPv4 and IPv6."""
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    tried = []
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            tried.append(port)
+    raise OSError(errno.EADDRINUSE, f"no port of {tried[0]} to {tried[-1]} is free: FASTPERSIST_PORTS allows no other")
 
 
 def refuse_other_versions(rank: int, told: Sequence[dict[str, Any]]) -> None:

@@ -8,39 +8,37 @@ import `coordination`: what a session needs of the connected ranks is the protoc
 
 These have an order, and both sides follow it. Outside that order the coordinator, rank 0, *offers* one thing: the
 directory where the ranks write files of their own. A follower that needs it calls offered(), which asks for it. The
-coordinator answers whenever it looks at its connections, so also while it writes. A save in which no follower asks
-sends no message for it. docs/explanation/ranks.md shows all messages; `file_agreement`, `commit_agreement`,
-`node_local` and `dcp.plan_agreement` define their contents.
+coordinator answers at once, also while it writes. A save in which no follower asks sends no message for it.
+docs/explanation/ranks.md shows all messages; `file_agreement`, `commit_agreement`, `node_local` and
+`dcp.plan_agreement` define their contents.
 
 A rank that fails tells the coordinator, which tells all followers at once which rank failed. Their next call raises
-`PeerError`.
+`PeerError`. A rank that is late is waited for as long as it is alive: the log names it once a minute.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from fastpersist.distributed.connections import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
 from fastpersist.distributed.messages import Failure, named
 from fastpersist.errors import CoordinationError, InternalError
 
-__all__ = ["PULSE_THREAD", "WAKE_S", "Line", "Session"]
+__all__ = ["WAKE_S", "Line", "Session"]
 
 _log = logging.getLogger("fastpersist")
 
 WAKE_S = 0.45
 """A call that waits returns to Python at least this often."""
 
-PULSE_THREAD = "fastpersist-pulse"
-"""The name of the thread that tells the other ranks that this one is alive."""
-
 _TEXT_LIMIT = 2000  # characters of another rank's error
+_LATE_S = 60.0  # how often the log names ranks that are waited for
+_HELD_BYTES = 64 << 20  # of messages that nobody has heard yet; then rank 0 has to wait
 
 
 class Line(Protocol):
@@ -51,7 +49,7 @@ class Line(Protocol):
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on.
         block_bytes: What is cut among the ranks is cut at multiples of it.
-        patience_s: How long a call waits for a rank that is silent.
+        patience_s: How long a rank may be silent, while a call waits for it.
         connections: This rank's, whose lock guards what sessions and ranks share.
     """
 
@@ -68,15 +66,6 @@ class Line(Protocol):
     def have_told(self, session: Session, since_s: float) -> bool:
         """Tell whether each follower has said something in a session, or never will."""
 
-    def pulse(self) -> None:
-        """Tell the other ranks that this one is alive, if it has not done so lately."""
-
-    def pulse_interval_s(self) -> float:
-        """Return how often a rank that works tells that it is alive."""
-
-    def silent_since(self, ranks: Iterable[int]) -> float:
-        """Return since when the rank that has been silent longest, of these, has been silent."""
-
     def send(self, session: Session, messages: Mapping[int, bytes], kind: int = ...) -> None:
         """Send a message to each of these ranks that is connected."""
 
@@ -87,9 +76,9 @@ class Line(Protocol):
 class Session:
     """What the ranks say to each other about one save; `coordination.Ranks.begin` makes it.
 
-    One thread at a time uses it. Each call waits for other ranks until the deadline, except `check`, `offer`,
-    `announce`, `fail` and `finish`. Once a call has raised, this rank cannot use the session any more; it calls `fail`,
-    which tells the other ranks what they do not know yet.
+    One thread at a time uses it. Each call waits for other ranks as long as they are alive, except `check`, `offer`,
+    `announce`, `fail` and `finish`, which do not wait. Once a call has raised, this rank cannot use the session any
+    more; it calls `fail`, which tells the other ranks what they do not know yet.
 
     Attributes:
         rank: Of this process in the group.
@@ -104,6 +93,7 @@ class Session:
         number: Of this session among those of the group; for `Ranks`, as are the attributes below.
         failure: Why it has failed; None if it has not.
         is_settled: Whether it can still fail because a rank is lost: see `settle`.
+        awaited: While a call waits, returns the ranks for which it does.
     """
 
     def __init__(self, ranks: Line, number: int, subject: str, poll: Callable[[], object] | None) -> None:
@@ -124,8 +114,11 @@ class Session:
         self._offered_to: set[int] = set()
         self.failure: Failure | None = None
         self.is_settled = False
+        self.awaited: Callable[[], Sequence[int]] | None = None
+        self._waits_since_s = math.inf  # for messages of others
+        self._waiting: set[int] = set()  # ranks that wait for this one meanwhile
         self._is_over = False
-        self._waits = False
+        self._held_bytes = 0  # of the inbox of a follower
 
     def gather(self, own: bytes) -> list[bytes]:
         """Wait for the next message of each follower; on the coordinator.
@@ -138,20 +131,13 @@ class Session:
 
         Raises:
             PeerError: A rank has failed, or is gone.
-            AgreementTimeoutError: A rank was silent until the deadline.
+            AgreementTimeoutError: A rank is silent.
             CoordinationError: The ranks were closed.
         """
         self._require_role(is_coordinator=True)
         ranks, since_s = self._ranks, time.monotonic()
-        if self.count > 1 and not self._wait(
-            lambda: ranks.have_told(self, since_s),
-            ranks.patience_s,
-            lambda: ranks.silent_since(self.missing()),
-        ):
-            silent = self.missing()
-            text = f"nothing came from {named(silent)} for {ranks.patience_s:g} s"
-            longest = min(silent, key=lambda rank: ranks.silent_since([rank]))
-            ranks.give_up(self, Failure(longest, "silent", text))
+        if self.count > 1:
+            self._wait_to_hear(lambda: ranks.have_told(self, since_s), self.missing)
         self._raise_failure()
         return [own, *(self._next_of(rank) for rank in range(1, self.count))]
 
@@ -162,7 +148,7 @@ class Session:
         to reach all followers that are still there.
 
         Raises:
-            AgreementTimeoutError: A rank did not read until the deadline.
+            AgreementTimeoutError: A rank is silent.
             CoordinationError: The ranks were closed, or the message is too large.
         """
         self._require_role(is_coordinator=True)
@@ -176,7 +162,7 @@ class Session:
             message: The same for all of them.
 
         Raises:
-            AgreementTimeoutError: A rank did not read until the deadline.
+            AgreementTimeoutError: A rank is silent.
             CoordinationError: The ranks were closed, or the message is too large.
         """
         self._require_role(is_coordinator=True)
@@ -189,7 +175,7 @@ class Session:
             messages: By rank; the one for the coordinator is not sent.
 
         Raises:
-            AgreementTimeoutError: A rank did not read until the deadline.
+            AgreementTimeoutError: A rank is silent.
             CoordinationError: The ranks were closed, or a message is too large.
         """
         self._require_role(is_coordinator=True)
@@ -202,21 +188,21 @@ class Session:
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
-            AgreementTimeoutError: Rank 0 did not read until the deadline.
+            AgreementTimeoutError: Rank 0 is silent.
             CoordinationError: The ranks were closed, or the message is too large.
         """
         self._require_role(is_coordinator=False)
         self._raise_failure()
         self._reach()
-        self._send({0: message})
-        self._raise_failure()
+        if not self._send({0: message}):
+            self._raise_failure()
 
     def hear(self) -> bytes:
         """Wait for the next answer of the coordinator; on a follower.
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
-            AgreementTimeoutError: Rank 0 was silent until the deadline; or rank 0 says that another rank was.
+            AgreementTimeoutError: Rank 0 is silent; or rank 0 says that another rank is.
             CoordinationError: The ranks were closed.
         """
         self._require_role(is_coordinator=False)
@@ -224,14 +210,12 @@ class Session:
         if not inbox and self.failure is None:
             self._reach()
         # What the coordinator answered before a rank failed is still true.
-        ranks = self._ranks
-        if not self._wait(
-            lambda: bool(inbox) or self.failure is not None, ranks.patience_s, lambda: ranks.silent_since([0])
-        ):
-            ranks.give_up(self, self._silent_coordinator())
+        self._wait_to_hear(lambda: bool(inbox) or self.failure is not None, lambda: [0])
         if not inbox:
             self._raise_failure()
-        return inbox.popleft()
+        message = inbox.popleft()
+        self._hold(-len(message))
+        return message
 
     def offer(self, message: bytes) -> None:
         """Answer each follower that asks, now and later, with this; on the coordinator. Never blocks or raises."""
@@ -248,7 +232,7 @@ class Session:
             CoordinationError: The ranks were closed.
         """
         self._require_role(is_coordinator=True)
-        self._ranks.connections.look()
+        self._ranks.connections.refuse_closed()
         with self._ranks.connections.lock:
             self._tell_offer(range(1, self.count))
 
@@ -257,22 +241,15 @@ class Session:
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
-            AgreementTimeoutError: Rank 0 was silent until the deadline.
+            AgreementTimeoutError: Rank 0 is silent.
             CoordinationError: The ranks were closed.
         """
         self._require_role(is_coordinator=False)
-        ranks = self._ranks
-        ranks.connections.look()
         if self._offer is None:
             self._raise_failure()
             self._reach()
-            ranks.send(self, {0: b""}, ASK)
-        if not self._wait(
-            lambda: self._offer is not None or self.failure is not None,
-            ranks.patience_s,
-            lambda: ranks.silent_since([0]),
-        ):
-            ranks.give_up(self, self._silent_coordinator())
+            self._ranks.send(self, {0: b""}, ASK)
+        self._wait_to_hear(lambda: self._offer is not None or self.failure is not None, lambda: [0])
         self._raise_failure()
         if self._offer is None:
             raise InternalError("rank 0 has neither offered anything nor failed")
@@ -281,18 +258,19 @@ class Session:
     def check(self) -> None:
         """Raise if a rank is known to have failed, or to be gone. Never blocks.
 
-        A rank that writes for long calls this often, since it also tells the other ranks that this one is alive.
-
         Raises:
             PeerError: A rank has failed, is gone, or was silent too long for rank 0.
             CoordinationError: The ranks were closed.
         """
-        self._ranks.connections.look()
+        self._ranks.connections.refuse_closed()
         self._raise_failure()
-        self._ranks.pulse()
 
     def next_arrived(self) -> tuple[int, bytes] | None:
-        """Return the next message that has arrived, and whose it is; None if there is none. Never blocks."""
+        """Return the next message that has arrived, and whose it is; None if there is none. Never blocks.
+
+        What is in the kernel's buffers counts: ranks agree sooner where steps are shorter than a thread takes to wake.
+        """
+        self._ranks.connections.catch_up()
         for rank, inbox in enumerate(self._inbox):
             if inbox:
                 return rank, self._next_of(rank)
@@ -300,17 +278,18 @@ class Session:
 
     def _next_of(self, rank: int) -> bytes:
         """Return the next message of a rank, which has arrived."""
-        inbox = self._inbox[rank]
-        message = inbox.popleft()
-        self._missing_count += bool(rank) and not inbox
-        return message
+        with self._ranks.connections.lock:  # else one that comes meanwhile could be counted twice
+            inbox = self._inbox[rank]
+            message = inbox.popleft()
+            self._missing_count += bool(rank) and not inbox
+            return message
 
     def listen(self, over: Callable[[], bool], limit_s: float | None) -> bool:
         """Wait until a function returns true, which is asked again whenever something may have arrived.
 
         Args:
             over: The function; it does not block.
-            limit_s: Seconds; None for as long as ranks wait for a silent one.
+            limit_s: Seconds; None for as long as a rank may be silent.
 
         Returns:
             Whether `over` did, in time.
@@ -326,36 +305,9 @@ class Session:
                 ranks.have_told(self, since_s)  # notes a rank that has closed its connection, and is needed here
             return self.failure is not None or over()
 
-        found = self._wait(is_over, ranks.patience_s if limit_s is None else limit_s)
+        found = self._wait(is_over, list, ranks.patience_s if limit_s is None else limit_s)
         self._raise_failure()
         return found
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Tell the other ranks, while the block runs, that this one is alive: one system call may take long.
-
-        A sync of many gigabytes, or the rename that publishes, may take longer than ranks wait for a silent rank. While
-        a follower waits for another rank in the block, it tells nothing: else that rank's deadline would never pass.
-        """
-        over = threading.Event()
-        thread = threading.Thread(target=self._pulse_until, args=(over,), name=PULSE_THREAD, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends
-            yield
-            return
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _pulse_until(self, over: threading.Event) -> None:
-        while not over.wait(self._ranks.pulse_interval_s()):
-            if self._is_over:
-                return
-            if not self._waits:
-                self._ranks.pulse()
 
     def settle(self) -> None:
         """Go on without the followers, which have said all that the coordinator needs; before it publishes.
@@ -367,12 +319,9 @@ class Session:
             CoordinationError: The ranks were closed.
         """
         self._require_role(is_coordinator=True)
-        ranks = self._ranks
-        with ranks.connections.lock:  # else another thread could note a loss between the look and the mark
-            ranks.connections.look()
-            self._raise_failure()
+        with self._ranks.connections.lock:  # else the I/O thread could note a loss between the look and the mark
+            self.check()
             self.is_settled = True
-        ranks.pulse()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one gives up; may be called again.
@@ -392,6 +341,7 @@ class Session:
         """End the session on this rank, which needs it no more: messages that still come are dropped."""
         self._is_over = True
         self._ranks.forget(self)
+        self._hold(-self._held_bytes)
 
     # --- for `Ranks`, which holds the lock of the connections
 
@@ -407,8 +357,17 @@ class Session:
         """Return the followers of which no message has arrived."""
         return [rank for rank, inbox in enumerate(self._inbox) if rank and not inbox]
 
+    def waits_for_one_that_waits(self, rank: int) -> bool:
+        """Note that a rank waits for this one; tell whether both wait for each other, and have for too long."""
+        is_mutual = self.awaited is not None and (self.rank > 0 or self.lacks(rank))
+        was_waiting = rank in self._waiting
+        if is_mutual:
+            self._waiting.add(rank)
+        return is_mutual and was_waiting and time.monotonic() - self._waits_since_s >= self._ranks.patience_s
+
     def arrive(self, sender: int, kind: int, message: bytes) -> None:
         """Take what a rank says."""
+        self._waiting.discard(sender)
         self.count_message(FRAME_BYTES + len(message))
         if kind == OFFER:
             self._offer = message
@@ -419,6 +378,7 @@ class Session:
         else:
             self._missing_count -= bool(sender) and not self._inbox[sender]
             self._inbox[sender].append(message)
+            self._hold(len(message))
 
     def forget_offer(self, rank: int) -> None:
         """Note that a follower has a new connection: it asks again for an offer that it has not received."""
@@ -446,28 +406,45 @@ class Session:
         if self.failure is not None:
             raise self.failure.error(self.subject)
 
-    def _silent_coordinator(self) -> Failure:
-        text = f"rank 0 was silent for {self._ranks.patience_s:g} s, says rank {self.rank},"
-        return Failure(0, "silent", text)
+    def _hold(self, size_bytes: int) -> None:
+        """Count what is held; a follower stops to read while it is too much: rank 0 may send a file of any length."""
+        if self.rank:
+            with self._ranks.connections.lock:
+                was_full, self._held_bytes = self._held_bytes > _HELD_BYTES, self._held_bytes + size_bytes
+                if was_full != (self._held_bytes > _HELD_BYTES):
+                    self._ranks.connections.pause(not was_full)
 
-    def _wait(self, over: Callable[[], bool], limit_s: float, silent_since: Callable[[], float] | None = None) -> bool:
-        """Serve the connections until `over` returns true or the time is up; return whether `over` did.
-
-        With `silent_since` the time counts from what that returns, if that is later than now.
-        """
-        self._waits = True
+    def _wait_to_hear(self, over: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
+        """Wait for messages of ranks; the session fails if one of them waits for this rank meanwhile."""
+        self._waits_since_s = time.monotonic()
+        self._waiting.clear()
         try:
-            return self._wait_long(over, limit_s, silent_since)
+            self._wait(over, awaited)
         finally:
-            self._waits = False
+            self._waits_since_s = math.inf
 
-    def _wait_long(self, over: Callable[[], bool], limit_s: float, silent_since: Callable[[], float] | None) -> bool:
-        now_s = time.monotonic()
-        end_s, poll_s = now_s + limit_s, now_s
-        while not self._ranks.connections.serve_until(over, max(0.0, min(WAKE_S, end_s - now_s))):
+    def _wait(
+        self, over: Callable[[], bool], awaited: Callable[[], Sequence[int]], limit_s: float | None = None
+    ) -> bool:
+        """Wait until `over` returns true, or the time is up; return whether `over` did.
+
+        Args:
+            over: Asked whenever something has come, with the lock held; true when the session has failed, too.
+            awaited: Returns the ranks that have to do something. While this waits they are asked whether they are
+                alive, and the session fails if one does not answer.
+            limit_s: None for as long as they are.
+        """
+        self.awaited = awaited
+        try:
+            return self._wait_long(over, awaited, limit_s)
+        finally:
+            self.awaited = None
+
+    def _wait_long(self, over: Callable[[], bool], awaited: Callable[[], Sequence[int]], limit_s: float | None) -> bool:
+        now_s = since_s = poll_s = told_s = time.monotonic()
+        left_s = WAKE_S if limit_s is None else limit_s
+        while not self._ranks.connections.wait_until(over, max(0.0, min(WAKE_S, left_s))):
             now_s = time.monotonic()
-            if self.rank == 0:
-                self._ranks.pulse()  # else followers that wait for its answer would take it for silent
             if self.poll is not None and now_s >= poll_s:
                 poll_s = now_s + WAKE_S / 2
                 try:
@@ -475,17 +452,23 @@ class Session:
                 except BaseException as error:
                     self.fail(error)
                     raise
-            if now_s >= end_s:
-                end_s = max(end_s, silent_since() + limit_s) if silent_since is not None else end_s
-                if now_s >= end_s:
+            if limit_s is not None:
+                left_s = since_s + limit_s - now_s
+                if left_s <= 0:
                     return False
+            elif now_s - told_s > _LATE_S and (late := awaited()):
+                told_s = now_s
                 _log.warning(
-                    "%s: the other ranks are alive, and said nothing for %g s; still waiting", self.subject, limit_s
+                    "%s: waiting for %s, alive and late by %.0f s so far", self.subject, named(late), now_s - since_s
                 )
         return True
 
-    def _send(self, messages: Mapping[int, bytes]) -> None:
-        """Send messages to connected ranks; wait until the kernel has taken them, or the save has failed."""
+    def _send(self, messages: Mapping[int, bytes]) -> bool:
+        """Send messages to connected ranks; wait until the kernel has taken them, or the save has failed.
+
+        Returns:
+            Whether it took them at once: what becomes of the other ranks then is for later calls.
+        """
         for message in messages.values():
             if len(message) > MESSAGE_LIMIT_BYTES:
                 raise CoordinationError(
@@ -494,16 +477,14 @@ class Session:
                 )
         ranks = self._ranks
         if self.count == 1:
-            return
-        ranks.send(self, messages)
-        connections = ranks.connections
-        if not self._wait(lambda: not connections.unsent() or self.failure is not None, ranks.patience_s):
-            deaf = connections.unsent()
-            text = f"{named(deaf)} did not read for {ranks.patience_s:g} s"
-            ranks.give_up(
-                self, Failure(deaf[0], "silent", text) if deaf and self.rank == 0 else self._silent_coordinator()
-            )
-            self._raise_failure()
+            return True
+        unsent = ranks.connections.unsent
+        with ranks.connections.lock:
+            ranks.send(self, messages)
+            if not unsent():
+                return True
+        self._wait(lambda: self.failure is not None or not unsent(), unsent)
+        return False
 
     def _reach(self) -> None:
         """Connect with the coordinator again if the connection was lost before this session."""
@@ -516,5 +497,5 @@ class Session:
                 # The machine is there, and its kernel refuses: the coordinator does not listen any more.
                 if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end_s:
                     self._ranks.give_up(self, Failure(0, "gone", f"it cannot be reached ({error})"))
-            self._wait(lambda: self.failure is not None, WAKE_S)
+            self._wait(lambda: self.failure is not None, list, WAKE_S)
         self._raise_failure()

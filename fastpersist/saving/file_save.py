@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -163,9 +162,6 @@ def save_file(obj: object, path: str, options: FileOptions, *, progress: bool = 
 class SharedFile(Sources, Protocol):
     """The coordinator's side of a file that all ranks write and it publishes. Its sources are this rank's share."""
 
-    def working(self) -> AbstractContextManager[None]:
-        """Return the context in which the background thread talks to the other ranks."""
-
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that the save has failed here."""
 
@@ -241,7 +237,6 @@ def _pending_save(stats: SaveStats, file: PendingFile, shared: SharedFile | None
     pending = PendingSave(stats.path, stats, returns=True)
     pending.when_failed(lambda _: file.abort())
     if shared is not None:
-        pending.around_parts(shared.working)
         pending.when_failed(shared.fail)
     return pending
 

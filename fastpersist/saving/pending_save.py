@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,7 +116,6 @@ class PendingSave:
         self._over = False
         self._process = os.getpid()
         self._clean_up: list[Callable[[BaseException], None]] = []
-        self._around_parts: Callable[[], AbstractContextManager[None]] = nullcontext
         self._when_finished: list[Callable[[], None]] = []
         self._rank = rank
         self._has_returned = not returns
@@ -214,10 +212,6 @@ class PendingSave:
         """Call a function with the error if the save fails, before anybody is told of it."""
         self._clean_up.append(clean_up)
 
-    def around_parts(self, context: Callable[[], AbstractContextManager[None]]) -> None:
-        """Run each part of the save inside a context."""
-        self._around_parts = context
-
     def when_finished(self, call: Callable[[], None]) -> None:
         """Call a function when the save is over, before those who wait are told; at once if it is over already."""
         with self._lock:
@@ -240,8 +234,7 @@ class PendingSave:
         wake()  # here, on the thread that writes: to start another thread takes a while
         try:
             self._refuse_cancelled()
-            with self._around_parts():
-                task()
+            task()
         except BaseException as error:  # noqa: BLE001 - the owner's thread gets it
             (when_it_fails or self.fail)(self._cancelled or error)
 

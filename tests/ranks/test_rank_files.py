@@ -384,28 +384,20 @@ def impatient(seconds: float = SHORT_S) -> None:
     group_save._met[group] = (Ranks.meet(group, timeout_s=seconds), None)
 
 
-@pytest.mark.parametrize("absent", [0, 1])
-def test_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path: Path, absent: int) -> None:
-    def work(rank: int, count: int) -> tuple[BaseException | None, float]:
+@pytest.mark.parametrize("late", [0, 1])
+def test_rank_that_comes_after_the_deadline_is_waited_for(tmp_path: Path, late: int) -> None:
+    def work(rank: int, count: int) -> float:
         impatient()
         files = begin(tmp_path / "a")
-        error, started_s = None, time.monotonic()
-        if rank != absent:
-            files.save({"rank": rank}, f"rank_{rank}.pt", own=True)
-            error = files.publish().exception(PATIENCE_S)
-        took_s = time.monotonic() - started_s
-        dist.barrier()
-        if rank == absent:
-            files.save({"rank": rank}, f"rank_{rank}.pt", own=True)
-            assert isinstance(files.publish().exception(PATIENCE_S), fp.PeerError)
-        save_own(tmp_path / "b", rank).result()
-        return error, took_s
+        if rank == late:
+            time.sleep(3 * SHORT_S)
+        started_s = time.monotonic()
+        files.save({"rank": rank}, f"rank_{rank}.pt", own=True)
+        files.publish().result(PATIENCE_S)
+        return time.monotonic() - started_s
 
-    error, took_s = run_ranks(2, work)[1 - absent]
-    assert isinstance(error, fp.AgreementTimeoutError)
-    assert error.rank == absent
-    assert took_s < SHORT_S + 5
-    assert [one.name for one in tmp_path.iterdir()] == ["b"]
+    assert run_ranks(2, work)[1 - late] > 2 * SHORT_S
+    assert sorted(path.name for path in (tmp_path / "a").glob("rank_*")) == ["rank_0.pt", "rank_1.pt"]
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -15,6 +15,7 @@ A round is made of the seed and its number alone, so `--only n` repeats it; what
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import random
@@ -115,13 +116,15 @@ def _train(rank: int, count: int, root: Path, what: Happening) -> int:
 
 
 def _strike(pid: int, what: Happening) -> None:
+    pidfd = os.pidfd_open(pid)  # the victim is alive; on a busy machine its number may be another's when it is struck
     time.sleep(what.after_s)
-    if what.kind == "kill":
-        os.kill(pid, signal.SIGKILL)
-        return
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(what.lasts_s)
-    os.kill(pid, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):
+        if what.kind == "kill":
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        time.sleep(what.lasts_s)
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
 
 def _require_whole(root: Path, ranks: int) -> list[int]:

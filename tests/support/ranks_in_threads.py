@@ -218,6 +218,23 @@ def connection_of(ranks: Ranks, other: int) -> socket.socket:
     return ranks.connections._by_rank[other].socket
 
 
+@contextlib.contextmanager
+def stopped(*ranks: Ranks) -> Iterator[None]:
+    """Let the I/O threads of ranks do nothing, as if their processes were stopped; this thread may use the ranks."""
+    with contextlib.ExitStack() as stack:
+        for one in ranks:
+            stack.enter_context(one.connections.lock)
+        yield
+
+
+def eventually(true: Callable[[], object]) -> None:
+    """Wait until something is true that an I/O thread brings about."""
+    end_s = time.monotonic() + TIMEOUT_S
+    while not true():
+        assert time.monotonic() < end_s, "it never happens"
+        time.sleep(0.001)
+
+
 def wait_for(child: Child, step: int) -> None:
     """Wait until a child has reported a step."""
     end_s = time.monotonic() + TIMEOUT_S

@@ -135,8 +135,8 @@ def held_writers() -> Iterator[HeldFilesystem]:
 
 
 def wait_for_writers() -> None:
-    """Wait until no thread of ours is left, but that which delivers events, and waits for more a while."""
+    """Wait until no thread of ours is left, but those that deliver events and serve the connections of ranks."""
     for thread in threading.enumerate():
-        if thread.name.startswith("fastpersist") and thread.name != "fastpersist-events":
+        if thread.name.startswith("fastpersist") and thread.name not in ("fastpersist-events", "fastpersist-ranks"):
             thread.join(PATIENCE_S)
             assert not thread.is_alive(), f"{thread.name} never ends"

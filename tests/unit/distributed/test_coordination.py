@@ -166,7 +166,7 @@ def test_the_first_of_two_failures_ahead_of_the_others_is_the_one_they_hear_of()
         begin(ranks, "step 1")
         for session in [ranks[2].begin(SUBJECT), ranks[1].begin(SUBJECT)]:
             session.fail(FULL)
-            ranks[0].connections.look()
+            ranks[0].connections.catch_up()
         for one in (ranks[0], ranks[3]):
             with pytest.raises(PeerError) as caught:
                 say(one.begin(SUBJECT))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import select
 import signal
 import socket
 import threading
@@ -22,17 +24,19 @@ from support.ranks_in_threads import (
     at_once,
     begin,
     connection_of,
+    eventually,
     meet,
     ranks_in_processes,
     ranks_in_threads,
     say,
     say_all,
+    stopped,
     wait_for,
 )
 
 from fastpersist.distributed import connections, coordination
-from fastpersist.distributed.connections import MESSAGE, PULSE, frame
-from fastpersist.distributed.coordination import LATE_THREAD, Ranks
+from fastpersist.distributed.connections import IO_THREAD, MESSAGE, PULSE, frame
+from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import (
     AgreementTimeoutError,
@@ -72,6 +76,7 @@ def test_a_killed_process_is_noticed_at_once_by_all(dead: int, point: str, leak_
     def not_too_early(session: Session, where: str) -> None:
         if where == POINTS[3] and session.rank == 0:
             assert killed.wait(TIMEOUT_S)  # or it would be over
+            eventually(lambda: session.failure)
 
     with ranks_in_processes(3, {dead: die, 2: live}) as (own, children):
         caught: list[float | PeerError] = []
@@ -146,21 +151,19 @@ def test_a_stopped_process_holds_nobody_up(stopped: int) -> None:
 
 
 @pytest.mark.slow  # lets a deadline pass
-def test_a_peer_that_does_not_read_runs_into_the_deadline() -> None:
-    large = bytes(48 << 20)
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_peer_that_does_not_read_runs_into_the_deadline(deaf: int) -> None:
+    large = bytes(48 << 20)  # more than any kernel keeps
     with ranks_in_threads(2, timeout_s=0.4) as ranks:
         first, other = begin(ranks)
-        with pytest.raises(AgreementTimeoutError) as caught:
-            first.answer(large)
-        assert_failed(caught.value, 1, "did not read", AgreementTimeoutError)
-        other.fail(FULL)
-    with ranks_in_threads(2, timeout_s=0.4) as ranks:
-        first, other = begin(ranks)
-        with pytest.raises(AgreementTimeoutError) as caught:
-            other.tell(large)
-        assert_failed(caught.value, 0, "was silent", AgreementTimeoutError)
-        with pytest.raises(AgreementTimeoutError):
-            first.gather(b"")
+        with stopped(ranks[deaf]):
+            if deaf:
+                first.answer(large)  # nobody waits for it any longer
+                call: Callable[[], object] = first.check
+            else:
+                call = functools.partial(other.tell, large)
+            (outcome,) = at_once([call])
+        assert_failed(outcome, deaf, "nothing came from", AgreementTimeoutError)
 
 
 @pytest.mark.slow  # lets a deadline pass
@@ -185,12 +188,13 @@ def test_nobody_waits_for_a_rank_that_has_given_up_to_read() -> None:
         two.tell(b"plan 2")
         first.gather(b"")
         one.fail(FULL)
-        assert seconds(lambda: first.answer(bytes(48 << 20))) < AT_ONCE_S  # more than any kernel keeps
+        eventually(lambda: first.failure)
+        with stopped(*ranks[1:]):
+            (took_s,) = at_once([lambda: seconds(lambda: first.answer(bytes(48 << 20)))])  # more than any kernel keeps
+        assert took_s < AT_ONCE_S
         with pytest.raises(PeerError) as caught:
             first.gather(b"")
         assert_failed(caught.value, 1, "no room")
-        first.fail(caught.value)
-        assert two.hear() == bytes(48 << 20)  # it was said before
 
 
 # --- connections are lost, and made anew
@@ -215,11 +219,12 @@ def test_a_connection_that_is_lost_right_behind_other_news_is_lost_before_the_se
 
 def test_a_connection_that_is_made_and_lost_before_rank_0_has_seen_it_is_lost_before_the_session() -> None:
     with ranks_in_threads(2) as ranks:
-        for _ in range(2):
+        with stopped(ranks[0]):
+            for _ in range(2):
+                connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
+                ranks[1].connections.catch_up()
+                ranks[1].connections.connect(TIMEOUT_S)
             connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
-            ranks[1].connections.look()
-            ranks[1].connections.connect(TIMEOUT_S)
-        connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
         assert_went_well(say_all(begin(ranks)))
 
 
@@ -295,6 +300,12 @@ def test_a_rank_that_comes_twice_is_taken_by_its_last_connection() -> None:
         assert_went_well(say_all(begin(ranks)))
 
 
+def accept(listener: socket.socket) -> socket.socket:
+    """Accept the next connection of a socket that does not block."""
+    eventually(lambda: select.select([listener], [], [], 0)[0])
+    return listener.accept()[0]
+
+
 def read_away(connected: socket.socket, what: bytes) -> bytes:
     """Let what has come over a connection be lost, and then the connection; return what it was."""
     connected.setblocking(True)
@@ -313,17 +324,20 @@ def test_a_failure_that_is_lost_on_its_way_to_rank_0_is_told_over_the_next_conne
     with ranks_in_threads(3) as ranks:
         session = ranks[1].begin(SUBJECT)
         if how == "gives up":
-            session.fail(FULL)
-            read_away(connection_of(ranks[0], 1), b"no room")
+            with stopped(ranks[0]):
+                session.fail(FULL)
+                read_away(connection_of(ranks[0], 1), b"no room")
         else:
-            connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
-            with pytest.raises(PeerError) as noticed:
-                session.check()
-            session.fail(noticed.value)  # over a connection that is lost, too
-            listener = ranks[0].connections._listener
-            assert listener is not None
-            with listener.accept()[0] as accepted:
-                assert b"had lost" not in read_away(accepted, b"FPR")  # the hello; the rest is for who is rank 0
+            with stopped(ranks[0]):
+                connection_of(ranks[1], 0).shutdown(socket.SHUT_RDWR)
+                eventually(lambda: session.failure)
+                with pytest.raises(PeerError) as noticed:
+                    session.check()
+                session.fail(noticed.value)  # over a connection that is lost, too
+                listener = ranks[0].connections._listener
+                assert listener is not None
+                with accept(listener) as accepted:
+                    assert b"had lost" not in read_away(accepted, b"FPR")  # the hello; the rest is for who is rank 0
         later = ranks[1].begin("step 101")
         later.tell(b"plan 1")  # it is at the next session when rank 0 begins this one
         since_s = time.monotonic()
@@ -339,16 +353,16 @@ def test_a_failure_that_is_lost_on_its_way_to_rank_0_is_told_over_the_next_conne
 
 def test_a_rank_that_was_away_hears_what_it_has_missed() -> None:
     with ranks_in_threads(3) as ranks:
-        connection_of(ranks[0], 2).shutdown(socket.SHUT_RDWR)
-        ranks[1].begin(SUBJECT).fail(FULL)
-        session = ranks[0].begin(SUBJECT)  # sees the end of the connection, so rank 2 cannot be told
-        with pytest.raises(PeerError, match="no room"):
-            session.gather(b"")
-        assert ranks[0].connections.ranks() == [1]
-        session.finish()
-        later = ranks[0].begin("step 101")
+        with stopped(ranks[2]):
+            connection_of(ranks[0], 2).shutdown(socket.SHUT_RDWR)
+            ranks[1].begin(SUBJECT).fail(FULL)
+            session = ranks[0].begin(SUBJECT)  # sees the end of the connection, so rank 2 cannot be told
+            with pytest.raises(PeerError, match="no room"):
+                session.gather(b"")
+            assert ranks[0].connections.ranks() == [1]
+            session.finish()
+        ranks[0].begin("step 101")  # rank 0 is busy with its next save
         (away,) = begin(ranks[2:])
-        away.poll = later.check  # rank 0 is busy with its next save
         with pytest.raises(PeerError) as caught:
             say(away)
         assert_failed(caught.value, 1, "no room")
@@ -361,10 +375,13 @@ def test_who_begins_late_over_a_new_connection_hears_of_a_failure_though_rank_0_
 ) -> None:
     with ranks_in_threads(2) as ranks:
         session = ranks[0].begin(SUBJECT)
-        connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
         if how == "gives up":
-            session.fail(FULL)
+            with stopped(ranks[0]):  # else it could notice first
+                connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
+                session.fail(FULL)
         else:
+            connection_of(ranks[breaker], 1 - breaker).shutdown(socket.SHUT_RDWR)
+            eventually(lambda: session.failure)
             with pytest.raises(PeerError) as noticed:
                 session.check()
             session.fail(noticed.value)
@@ -379,11 +396,9 @@ def test_who_begins_late_over_a_new_connection_hears_of_a_failure_though_rank_0_
 
 def test_who_loses_its_connection_after_a_failure_was_sent_to_it_hears_of_it(leak_check: None) -> None:
     with ranks_in_threads(2) as ranks:
-        ranks[0].begin(SUBJECT).fail(FULL)
-        cut = connection_of(ranks[1], 0)
-        cut.setblocking(True)
-        assert b"no room" in cut.recv(1 << 16)  # it is lost on its way
-        cut.shutdown(socket.SHUT_RDWR)
+        with stopped(ranks[1]):
+            ranks[0].begin(SUBJECT).fail(FULL)
+            read_away(connection_of(ranks[1], 0), b"no room")
         (late,) = begin(ranks[1:])
         since_s = time.monotonic()
         with pytest.raises(PeerError) as caught:
@@ -393,33 +408,51 @@ def test_who_loses_its_connection_after_a_failure_was_sent_to_it_hears_of_it(lea
         assert_went_well(say_all(begin(ranks)))
 
 
-def test_nobody_waits_for_those_who_know_of_a_failure_or_are_gone(leak_check: None) -> None:
-    before = set(threading.enumerate())  # one of another test may look up once more
-
-    def late_threads() -> list[threading.Thread]:
-        return [one for one in threading.enumerate() if one.name == LATE_THREAD and one not in before]
-
-    def assert_waits(until: Callable[[], object]) -> None:
-        (late,) = late_threads()
-        until()
-        late.join(AT_ONCE_S)
-        assert not late.is_alive()
-
-    def hear_of_it() -> None:
-        for session in begin(ranks[1:]):
-            with pytest.raises(PeerError):
-                say(session)
-
-    with ranks_in_threads(3) as ranks:
-        ranks[0].begin(SUBJECT).fail(FULL)
-        assert_waits(hear_of_it)
-        ranks[0].begin(SUBJECT).fail(FULL)
-        assert_waits(lambda: [one.close() for one in ranks[1:]])
-        ranks[0].begin(SUBJECT).fail(FULL)
-        assert late_threads() == []
+def test_a_follower_connects_again_by_itself_and_so_is_late_but_not_lost(
+    monkeypatch: pytest.MonkeyPatch, leak_check: None
+) -> None:
+    monkeypatch.setattr(coordination, "_RETURN_S", 3.0)
     with ranks_in_threads(2) as ranks:
-        ranks[0].begin(SUBJECT).fail(FULL)
-        assert_waits(ranks[0].close)
+        before = connection_of(ranks[0], 1)
+        before.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: ranks[0].connections.ranks() == [1] and connection_of(ranks[0], 1) is not before)
+        session = ranks[0].begin(SUBJECT)
+
+        def be_late() -> None:
+            time.sleep(3.5)
+            say(ranks[1].begin(SUBJECT))
+
+        assert at_once([lambda: say(session)[0], be_late]) == [[b"plan 0", b"plan 1"], None]
+
+
+def test_each_rank_has_one_thread_for_its_connections_which_ends_with_them(leak_check: None) -> None:
+    def io_threads() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == IO_THREAD and one not in before]
+
+    before = set(threading.enumerate())
+    with ranks_in_threads(3) as ranks:
+        begin(ranks)
+        assert len(io_threads()) == 3
+        ranks[1].close()
+        assert len(io_threads()) == 2
+    assert io_threads() == []
+
+
+def test_calls_do_not_wait_for_an_io_thread_that_has_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("for the test")
+
+    with ranks_in_threads(2) as ranks:
+        first, other = begin(ranks)
+        monkeypatch.setattr(ranks[0], "took", fail)
+        other.tell(b"plan 1")
+        with pytest.raises(CoordinationError, match="has failed: RuntimeError: for the test"):
+            first.gather(b"")
+        with pytest.raises(PeerError):
+            other.hear()
+    assert "the thread fastpersist-ranks has failed" in caplog.text
 
 
 def test_after_goodbye_the_end_of_a_connection_is_no_failure(leak_check: None) -> None:
@@ -429,9 +462,8 @@ def test_after_goodbye_the_end_of_a_connection_is_no_failure(leak_check: None) -
             session.tell(b"all that it has to say")
         two.finish()
         ranks[2].close()
-        for _ in range(3):
-            first.check()
-        assert ranks[0].connections.ranks() == [1]
+        eventually(lambda: ranks[0].connections.ranks() == [1])
+        first.check()
         assert first.gather(b"") == [b"", *[b"all that it has to say"] * 2]
         first.answer(b"end")
         assert one.hear() == b"end"

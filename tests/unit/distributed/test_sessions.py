@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
+from typing import Any
 
 import pytest
+from support.forking import Report
 from support.ranks_in_threads import (
     AT_ONCE_S,
     FULL,
+    SUBJECT,
     TIMEOUT_S,
     assert_failed,
     assert_went_well,
     at_once,
     begin,
+    eventually,
+    ranks_in_processes,
     ranks_in_threads,
+    say,
     say_all,
+    stopped,
+    wait_for,
 )
 
 from fastpersist.distributed import sessions as session_room
-from fastpersist.distributed.sessions import PULSE_THREAD, Session
+from fastpersist.distributed.coordination import Ranks
+from fastpersist.distributed.sessions import Session
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
@@ -117,6 +125,7 @@ def test_what_is_announced_is_told_once_and_waits_for_who_has_not_begun() -> Non
         first.offer(b"here")
         first.announce()
         first.announce()
+        eventually(lambda: here._offer)
         assert here.offered() == b"here"
         late = ranks[2].begin("a")
         first.answer(b"next")
@@ -131,13 +140,6 @@ def test_who_waits_for_an_offer_is_told_of_a_failure(failing: int) -> None:
         sessions = begin(ranks)
         outcomes = at_once([sessions[1].offered, lambda: sessions[failing].fail(FULL), lambda: sessions[0].gather(b"")])
         assert_failed(outcomes[0], failing, "no room on /data")
-
-
-def test_rank_that_never_offers_what_is_asked_for_is_silent() -> None:
-    with ranks_in_threads(2, timeout_s=0.5) as ranks:
-        _, other = begin(ranks)
-        with pytest.raises(AgreementTimeoutError, match="rank 0 was silent"):
-            other.offered()
 
 
 def test_each_role_has_its_own_calls() -> None:
@@ -229,6 +231,7 @@ def test_an_answer_that_came_before_a_failure_is_heard() -> None:
         with pytest.raises(PeerError):
             first.gather(b"")
         assert one.hear() == b"published"
+        eventually(lambda: one.failure)
         with pytest.raises(PeerError):
             one.check()
 
@@ -249,126 +252,114 @@ def test_what_poll_raises_is_raised_and_told(culprit: int) -> None:
         with pytest.raises(NoSpaceError):
             wait()
         assert max(after - before for before, after in itertools.pairwise(calls)) < AT_ONCE_S
+        eventually(lambda: sessions[1 - culprit].failure)
         with pytest.raises(PeerError) as caught:
             sessions[1 - culprit].check()
         assert_failed(caught.value, culprit, "no room")
         assert_went_well(say_all(begin(ranks)))
 
 
-@pytest.mark.slow  # lets a deadline of a second pass, twice
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_works_for_longer_than_the_deadline_is_waited_for(slow: int) -> None:
-    def work(session: Session) -> None:
-        end_s = time.monotonic() + 3.0
-        while time.monotonic() < end_s:
-            session.check()  # as the writer does
-            time.sleep(0.02)
-
-    with ranks_in_threads(2, timeout_s=1.0) as ranks:
-        first, other = begin(ranks)
-
-        def be_first() -> list[bytes]:
-            if slow == 0:
-                work(first)
-            told = first.gather(b"")
-            first.answer(b"end")
-            return told
-
-        def be_other() -> bytes:
-            if slow == 1:
-                work(other)
-            other.tell(b"done")
-            return other.hear()
-
-        assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
+# --- late, silent, or waiting for each other
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_in_one_call_for_longer_than_the_deadline_is_waited_for_while_it_works(
-    slow: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.slow  # lets a deadline pass three times
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_late_by_more_than_the_deadline_is_waited_for_and_named(
+    late: int, begins: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ranks_in_threads(2, timeout_s=0.5) as ranks:
-        first, other = begin(ranks)
-        waited = threading.Event()
+    """It evaluates, or is in one system call for long: none of its threads uses the session, or has begun it."""
+    monkeypatch.setattr(session_room, "_LATE_S", 0.2)
+    with ranks_in_threads(2, timeout_s=1.0) as ranks:
+        sessions = {rank: one.begin(SUBJECT) for rank, one in enumerate(ranks) if begins or rank != late}
 
-        class Waiting(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                if "still waiting" in record.getMessage():  # the deadline has passed
-                    waited.set()
+        def save(rank: int) -> Any:
+            if rank == late:
+                time.sleep(3.0)
+            return say(sessions[rank] if rank in sessions else ranks[rank].begin(SUBJECT))
 
-        handler = Waiting()
-        logging.getLogger("fastpersist").addHandler(handler)
-
-        def sync() -> None:
-            with sessions[slow].working():
-                assert waited.wait(TIMEOUT_S)
-
-        def be_first() -> list[bytes]:
-            if slow == 0:
-                sync()
-            told = first.gather(b"")
-            first.answer(b"end")
-            return told
-
-        def be_other() -> bytes:
-            if slow == 1:
-                sync()
-            other.tell(b"done")
-            return other.hear()
-
-        sessions = [first, other]
-        try:
-            assert at_once([be_first, be_other]) == [[b"", b"done"], b"end"]
-        finally:
-            logging.getLogger("fastpersist").removeHandler(handler)
+        assert_went_well(at_once([lambda: save(0), lambda: save(1)]))
+    assert f"{SUBJECT}: waiting for rank {late}, alive and late by" in caplog.text
 
 
-def test_a_rank_that_waits_for_rank_0_is_no_sign_of_life_and_nothing_is_after_the_end(leak_check: None) -> None:
+def test_a_rank_that_is_killed_while_it_is_late_is_noticed_at_once() -> None:
+    def evaluate(_ranks: Ranks, report: Report) -> None:
+        report(0)
+        time.sleep(TIMEOUT_S)
+
+    with ranks_in_processes(2, {1: evaluate}) as (own, children):
+        session = own.begin(SUBJECT)
+        wait_for(children[1], 0)
+        threading.Timer(0.3, children[1].kill).start()
+        since_s = time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            session.gather(b"")
+        assert_failed(caught.value, 1, "is gone while")
+        assert 0.3 <= time.monotonic() - since_s < 0.3 + AT_ONCE_S
+
+
+@pytest.mark.parametrize("call", ["hear", "offered"])
+def test_ranks_that_wait_for_each_other_fail_at_the_deadline(call: str) -> None:
     with ranks_in_threads(3, timeout_s=0.5) as ranks:
         first, one, two = begin(ranks)
 
-        def wait_in_vain() -> None:
-            with one.working():
-                one.hear()
+        def wait_for_the_end() -> bytes:
+            two.tell(b"done")
+            return two.hear()
 
-        def work_on() -> None:
-            with two.working():
-                two.tell(b"done")
-                two.hear()
-
-        outcomes = at_once([lambda: first.gather(b""), wait_in_vain, work_on])
+        outcomes = at_once([lambda: first.gather(b""), getattr(one, call), wait_for_the_end])
         for outcome in outcomes:
-            assert_failed(outcome, 1, "nothing came from rank 1", AgreementTimeoutError)
-        for session in (first, one, two):
-            session.finish()
-            with session.working():
-                pass
-    assert not [thread for thread in threading.enumerate() if thread.name == PULSE_THREAD]
+            assert_failed(outcome, 1, "rank 1 and rank 0 waited for each other", AgreementTimeoutError)
 
 
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_silent_rank_is_named_to_all_within_the_deadline(silent: int) -> None:
+def test_a_stopped_rank_is_named_to_all_within_the_deadline(silent: int) -> None:
     with ranks_in_threads(3, timeout_s=1.0) as ranks:
         sessions = begin(ranks)
         since_s = time.monotonic()
-        outcomes = say_all([session for session in sessions if session.rank != silent])
+        with stopped(ranks[silent]):
+            outcomes = say_all([session for session in sessions if session.rank != silent])
         assert time.monotonic() - since_s > 0.7
         for outcome in outcomes:
             assert_failed(outcome, silent, "for 1 s" if silent == 0 else "for 0.8 s", AgreementTimeoutError)
         assert isinstance(outcomes[0], TimeoutError)
-        with pytest.raises(AgreementTimeoutError) as caught:
+        eventually(lambda: sessions[silent].failure)
+        with pytest.raises(PeerError):
             sessions[silent].check()
-        assert caught.value.rank == silent
+        sessions[silent].finish()
         assert_went_well(say_all(begin(ranks)))
 
 
-def test_all_silent_ranks_are_named() -> None:
+def test_all_stopped_ranks_are_named() -> None:
     with ranks_in_threads(12, timeout_s=0.2) as ranks:
         sessions = begin(ranks)
         sessions[1].tell(b"")
-        with pytest.raises(AgreementTimeoutError, match="ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more for") as caught:
-            sessions[0].gather(b"")
-        assert caught.value.rank == 2
+        caught = []
+
+        def gather() -> None:
+            with pytest.raises(AgreementTimeoutError) as error:
+                sessions[0].gather(b"")
+            caught.append(error.value)
+
+        with stopped(*ranks[2:]):
+            at_once([gather])
+        assert "ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more for" in str(caught[0])
+        assert caught[0].rank == 2
+
+
+def test_a_rank_that_does_not_hear_what_rank_0_sends_holds_only_so_much_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_room, "_HELD_BYTES", 1 << 20)
+    piece = os.urandom(1 << 20)
+    with ranks_in_threads(2) as ranks:
+        first, other = begin(ranks)
+        sender = threading.Thread(target=lambda: [first.answer(piece) for _ in range(64)])
+        sender.start()
+        eventually(lambda: other._held_bytes > 1 << 20)
+        time.sleep(0.2)
+        assert other._held_bytes <= 4 << 20  # with what is read at once
+        assert [other.hear() == piece for _ in range(64)] == [True] * 64
+        sender.join(TIMEOUT_S)
+        assert other._held_bytes == 0
 
 
 def test_a_rank_that_is_lost_while_rank_0_settles_fails_the_save_before_it_or_not_at_all(

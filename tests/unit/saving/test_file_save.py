@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,12 +48,6 @@ class WholeShare:
     def names_of(self, source: int) -> list[str]:
         return self.container.names_of(source)
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        self.told.append("working")
-        yield
-        self.told.append("worked")
-
     def fail(self, error: BaseException) -> None:
         self.told.append(f"failed: {type(error).__name__}, {len(pending_files(self._path.parent))} pending")
 
@@ -92,7 +85,7 @@ def test_other_ranks_are_told_when_the_file_is_visible(tmp_path: Path) -> None:
     pending, share = save_shared(path)
     assert pending.result(PATIENCE_S) == path
     assert torch.equal(torch.load(path)["w"], STATE["w"])
-    assert share.told[:4] == ["working", "write", "settle, visible: False", "published, visible: True"]
+    assert share.told[:3] == ["write", "settle, visible: False", "published, visible: True"]
     assert pending.stats.bytes_by_rank == [8000, 0]
 
 
@@ -101,7 +94,7 @@ def test_other_ranks_are_told_of_a_failure_before_the_file_is_removed(tmp_path: 
     failure = fp.PeerError("rank 1 is gone")
     pending, share = save_shared(path, failure)
     assert pending.exception(PATIENCE_S) is failure
-    assert share.told == ["working", "write", "settle, visible: False", "failed: PeerError, 1 pending"]
+    assert share.told == ["write", "settle, visible: False", "failed: PeerError, 1 pending"]
     assert not path.exists()
     assert not pending_files(tmp_path)
 
