@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _compat_pickle
 import functools
+import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -25,9 +26,15 @@ def no_tag(storage: object) -> None:
     """Tag no storage; a load registers this with `register_package`, which asks for a function that tags."""
 
 
+_NEWEST_KNOWN = (2, 13)  # a later torch may mean something else by the same names, in a way that samples do not survive
+
+
 @functools.cache
 def torch_functions() -> _native.TorchFunctions | None:
     """Return torch's C++ functions by which native code asks tensors what they are; None if this torch has others."""
+    release = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if release is None or tuple(map(int, release.groups())) > _NEWEST_KNOWN:
+        return None
     with torch.inference_mode(False), torch.no_grad():
         numbers = torch.zeros(4, 6, device="cpu", dtype=torch.float32)
         changed = torch.zeros(5, device="cpu", dtype=torch.int64).add_(1).add_(1)
