@@ -261,7 +261,7 @@ def test_a_rank_state_that_is_not_wanted_is_not_left_open(tmp_path: Path) -> Non
             flush(60)
             return len(os.listdir("/proc/self/fd")) - before
 
-    assert run_ranks(2, work) == [0, 0]
+    assert max(run_ranks(2, work)) <= 0  # the I/O thread may close meanwhile what the ranks met by
 
 
 # --- what cannot be loaded
