@@ -84,14 +84,15 @@ def untraced(function: Callable[Parameters, Result]) -> Callable[Parameters, Res
 
     torch's own decorator imports the compiler, which takes a second; so it is applied only when compiled code calls.
     """
-    disabled: list[Callable[Parameters, Result]] = []  # not a name: the compiler loses one that is assigned
+    # Not a name, which the compiler loses when it is assigned; nor append, which the compiler of torch 2.7 cannot call.
+    disabled: list[Callable[Parameters, Result]] = []
 
     @functools.wraps(function)
     def call(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
         if not disabled:
             if not torch.compiler.is_compiling():
                 return function(*arguments, **keywords)
-            disabled.append(torch.compiler.disable(function))
+            disabled[:] = [torch.compiler.disable(function)]
         return disabled[0](*arguments, **keywords)
 
     return call
