@@ -17,6 +17,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def new_group(store_addr: str, rank: int, count: int) -> dist.ProcessGroup:
     return group
 
 
-def train(root: Path, steps: int, lighthouse: str, replica: int, is_first: bool) -> None:
+def train(root: Path, steps: int, lighthouse: str, replica: int, is_first: bool, was_alone: Event) -> None:
     """Train up to a step as one of the replicas."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -115,6 +116,8 @@ def train(root: Path, steps: int, lighthouse: str, replica: int, is_first: bool)
             optimizer.step()
             step += 1
             alone += count == 1
+            if alone == ALONE_STEPS:
+                was_alone.set()
             checkpoints.save(step, {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
             print(f"replica {replica} took step {step}, one of {count}\n", end="", flush=True)
     if checkpoints is not None:
@@ -125,16 +128,18 @@ def train(root: Path, steps: int, lighthouse: str, replica: int, is_first: bool)
 def main(root: Path, steps: int) -> None:
     """Start the replicas, and a new one for the one that is killed."""
     spawned = multiprocessing.get_context("spawn")
+    was_alone = spawned.Event()
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=2000)
 
     def start(replica: int, is_first: bool) -> BaseProcess:
-        process = spawned.Process(target=train, args=(root, steps, lighthouse.address(), replica, is_first))
+        process = spawned.Process(target=train, args=(root, steps, lighthouse.address(), replica, is_first, was_alone))
         process.start()
         return process
 
     processes = [start(replica, True) for replica in range(COUNT)]
     processes[LOST_REPLICA].join()
     print(f"replica {LOST_REPLICA} is gone", flush=True)
+    was_alone.wait(PATIENCE.total_seconds())  # or a machine that is fast would have the new one there at once
     processes[LOST_REPLICA] = start(LOST_REPLICA, False)
     for process in processes:
         process.join()
