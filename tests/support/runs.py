@@ -105,16 +105,14 @@ class Replay:
 
     def check_newest(self, root: Path) -> int | None:
         """Load the newest step of a root without falling back; return which it is, None if there is none."""
-        reader = fp.Checkpointer(root)
-        step = reader.latest()
-        if step is None:
-            return None
-        return self.check(reader.load(strict=True, verify=True), step)
+        with fp.Checkpointer(root) as reader:  # closed: no event of it is written while a test removes the root
+            step = reader.latest()
+            return None if step is None else self.check(reader.load(strict=True, verify=True), step)
 
     def check_all(self, root: Path) -> list[int]:
         """Load each step of a root; return which there are."""
-        reader = fp.Checkpointer(root)
-        return [self.check(reader.load(step, verify=True), step) for step in reader.steps()]
+        with fp.Checkpointer(root) as reader:
+            return [self.check(reader.load(step, verify=True), step) for step in reader.steps()]
 
 
 def hidden_names(root: Path) -> list[str]:
