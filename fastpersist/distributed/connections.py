@@ -358,6 +358,9 @@ class _Connection:
 
 def _connection(connected: socket.socket, token: bytes, own_rank: int | None) -> _Connection:
     try:
+        if own_rank is not None and connected.getsockname() == connected.getpeername():
+            # Nobody listens at the port any more, and the kernel has picked it for this end: TCP allows that.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         return _Connection(connected, token, own_rank)
     except OSError:
         connected.close()
@@ -450,10 +453,6 @@ class Connections:
             if 0 in self._by_rank:
                 return
             made = socket.create_connection(self.addresses[0], timeout=limit_s)
-            if made.getsockname() == made.getpeername():
-                # Nobody listens at the port any more, and the kernel has picked it for this end: TCP allows that.
-                made.close()
-                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             connection = _connection(made, self.token, self._rank)
             with self.lock:
                 if self._why_closed:

@@ -409,3 +409,14 @@ def test_ports_that_cannot_be_had_are_an_error_on_all_ranks(monkeypatch: pytest.
         with pytest.raises(CoordinationError, match=r"rank 0 cannot listen.*FASTPERSIST_PORTS"):
             with ranks_in_threads(2):
                 pass
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_connection_that_rank_0_closes_at_once_is_not_left_open() -> None:
+    made = socket.socket()  # not connected any more: getpeername() raises
+    try:
+        with pytest.raises(OSError):  # noqa: PT011 - the kernel's, whichever it is
+            connections._connection(made, b"", 1)
+        assert made.fileno() == -1
+    finally:
+        made.close()
