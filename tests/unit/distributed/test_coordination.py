@@ -20,6 +20,7 @@ from support.ranks_in_threads import (
     assert_went_well,
     at_once,
     begin,
+    eventually,
     exchanges,
     ranks_in_threads,
     say,
@@ -118,6 +119,7 @@ def test_a_failure_reaches_all_others_with_who_and_why_and_the_next_session_work
             raise FULL
         if where == point == POINTS[3] and session.rank == 0:
             assert told.wait(TIMEOUT_S)  # or it would be over
+            eventually(lambda: session.failure is not None)  # the I/O thread has read it
 
     with ranks_in_threads(4) as ranks:
         since_s = time.monotonic()
