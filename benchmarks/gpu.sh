@@ -203,7 +203,8 @@ wait
 signal=TERM grace_s=15
 
 # --- measurements. The part tmpfs wants a file system in memory; containers often have a small one, or none. Root
-# mounts one. Others may do so where only the processes of that part see it, if the kernel lets them.
+# mounts one. Others may do so where only the processes of that part see it, if the kernel lets them and the device can
+# be used there. Else gpu.py takes the one with most room.
 half_kib=$(awk '$1 == "MemTotal:" { print int($2 / 2) }' /proc/meminfo)
 wanted_kib=$((half_kib * 3 / 4 < 24 << 20 ? half_kib * 3 / 4 : 24 << 20)) # three times the largest state
 have_room() {
@@ -219,7 +220,9 @@ if [ -n "$(have_room)" ]; then
 elif [ "$(id -u)" = 0 ] && mount -t tmpfs -o size="${half_kib}k" tmpfs "$work/memory" 2> /dev/null; then
   is_mounted=yes
   memory=(--memory-dir "$work/memory")
-elif timeout 20 unshare --user --map-root-user --mount mount -t tmpfs tmpfs "$work/memory" 2> /dev/null; then
+elif timeout 60 unshare --user --map-root-user --mount sh -c \
+  'mount -t tmpfs tmpfs "$1" && exec "$2" -c "import torch; torch.ones(1, device=\"$3\")"' \
+  sh "$work/memory" "$python" "$device" 2> /dev/null; then
   memory=(--memory-mount "$work/memory")
 fi
 measure=("$python" "$repository/benchmarks/gpu.py" "$directory" --device "$device" --json "$work/bench.json")

@@ -1,5 +1,5 @@
-// Starts the threads of this library: named, for ps and gdb, and with all signals blocked, since the application's
-// threads handle its signals. Counts the CPUs that they may run on.
+// Starts the threads of this library: named, for ps and gdb, and with all signals blocked but those of a crash,
+// since the application's threads handle its signals. Counts the CPUs that they may run on.
 #pragma once
 
 #include <pthread.h>

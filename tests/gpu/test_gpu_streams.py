@@ -214,6 +214,7 @@ def test_tensors_of_two_devices(tmp_path: Path) -> None:
 def test_saving_takes_no_memory_of_the_device(tmp_path: Path) -> None:
     state = {str(number): random_tensor(COUNT, number) for number in range(8)}  # 160 MB
     fp.save(state, tmp_path / "model.pt")
+    gc.collect()  # what earlier tests left
     synchronize()
     before_bytes = torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)

@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.cli.terminal import stopped_by_signals
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, NoSpaceError
 
-__all__ = ["check_places", "empty", "positive", "require_space", "scratch_directory", "write_json"]
+__all__ = ["check_device", "check_places", "empty", "positive", "require_space", "scratch_directory", "write_json"]
 
 _MIB = 1 << 20
 
@@ -50,6 +52,22 @@ def check_places(directory: str, files: Iterable[str | None]) -> None:
     for path in filter(None, files):
         with storage_errors("creating", path), open(path, "a"):
             pass
+
+
+def check_device(name: str) -> None:
+    """Raise before measuring if --device cannot be used.
+
+    Raises:
+        ConfigError: It is neither the CPU nor a CUDA device that torch sees.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: torch sees no such CUDA device here")
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ FACTS = dict.fromkeys(
 
 def generated(name: str, kind: Kind, pass_s: float, size_bytes: int = 900, **answer: Any) -> Measured:
     full = {
-        "first_token_s": 2.0, "prefill_s": 1.0, "peak_bytes": 1 << 20, "written_bytes": 0, "tokens": [[1]],
+        "first_token_s": 2.0, "prefill_s": 1.0, "peak_bytes": 1 << 20, "device_peak_bytes": None, "written_bytes": 0,
+        "tokens": [[1]],
     } | answer  # fmt: skip
     return Measured(Row(name, kind, None), "", [PassSample(pass_s, size_bytes, answer=full, group_peak_bytes=None)])
 

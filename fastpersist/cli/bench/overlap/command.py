@@ -16,13 +16,18 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from fastpersist import require_engine
 from fastpersist.cli.bench.overlap.report import NONE, condense, overlap_remarks, overlap_text, report_soak
 from fastpersist.cli.bench.overlap.training import GPT2, GPT2_STATE_BYTES, LAYERS, MODELS, VECTORS
 from fastpersist.cli.bench.overlap.worker import ALL_WAYS, WAYS, Job
-from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.places import (
+    check_device,
+    check_places,
+    positive,
+    require_space,
+    scratch_directory,
+    write_json,
+)
 from fastpersist.cli.bench.report import facts_text, machine_facts, report_head
 from fastpersist.cli.child_process import ChildProcess
 from fastpersist.cli.terminal import HelpFormatter, examples_text
@@ -160,20 +165,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Fill in the defaults that depend on the machine, and refuse what makes no sense."""
     require_engine(arguments.engine)
-    try:
-        kind = torch.device(arguments.device).type
-    except RuntimeError as error:
-        raise ConfigError(f"--device {arguments.device}: {str(error).splitlines()[0]}") from None
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {arguments.device}: cpu, cuda or cuda:N")
-    if kind == "cuda" and (torch.device(arguments.device).index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {arguments.device}: torch sees no such CUDA device here")
+    check_device(arguments.device)
     wanted = arguments.ways or ([_OURS] if arguments.soak else WAYS)
     wanted = list(ALL_WAYS) if "all" in wanted else [NONE, *wanted]
     arguments.ways = [name for name in ALL_WAYS if name in wanted and not (arguments.soak and name.startswith(NONE))]
     arguments.steps = -(-arguments.steps // arguments.every) * arguments.every
     state_bytes = GPT2_STATE_BYTES if arguments.model == GPT2 else arguments.size_mb * _MIB
-    needed_bytes = (_COPY_COUNT if kind == "cpu" else 1) * state_bytes
+    needed_bytes = (_COPY_COUNT if arguments.device == "cpu" else 1) * state_bytes
     if needed_bytes > available_host_bytes():
         raise ConfigError(
             f"--size-mb {state_bytes // _MIB} needs some {needed_bytes / 1e9:.1f} GB of memory, more than is available "

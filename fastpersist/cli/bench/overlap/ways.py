@@ -207,15 +207,7 @@ class DcpWay(OwnDirectoryWay):
             raise Unavailable(f"this torch has no torch.distributed.checkpoint with async_save ({error})") from error
         self._dcp: Any = dcp
         self._type = AsyncCheckpointerType.PROCESS if self.in_process else AsyncCheckpointerType.THREAD
-        self._stager: Any = None
-        if self.staging is not None:
-            try:
-                from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-            except ImportError as error:
-                raise Unavailable(f"this torch's DCP has no DefaultStager ({error})") from error
-            shared, threaded = self.staging
-            # Pinned memory and non-blocking copies are refused without a GPU.
-            self._stager = DefaultStager(StagingOptions(options.pins, shared, threaded, options.pins))
+        self._stager = self._new_stager()
         if self.in_process:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             torch.multiprocessing.set_sharing_strategy("file_system")  # one descriptor per tensor is too many
@@ -224,9 +216,22 @@ class DcpWay(OwnDirectoryWay):
                 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         self._staged: Future[Any] | None = None
 
+    def _new_stager(self) -> Any:
+        if self.staging is None:
+            return None
+        try:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        except ImportError as error:
+            raise Unavailable(f"this torch's DCP has no DefaultStager ({error})") from error
+        shared, threaded = self.staging
+        # Pinned memory and non-blocking copies are refused without a GPU.
+        return DefaultStager(StagingOptions(self.options.pins, shared, threaded, self.options.pins))
+
     def save(self, step: int) -> None:
         """Wait for the save before, as async_save leaves that to its caller, and begin this one."""
         self._wait_written()  # it is the caller who must not start a second one
+        if self._stager is not None and not self._stager._state_dict_stager._deepcopy_dispatch:
+            self._stager = self._new_stager()  # torch 2.11's is good for one save
         answer = self._dcp.async_save(
             self.training.state(step),
             storage_writer=self._dcp.FileSystemWriter(self._next_path(step), sync_files=True),

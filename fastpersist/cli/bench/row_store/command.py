@@ -13,11 +13,29 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fastpersist.cli.bench.io.points import IoSample, parse_size, size_name
 from fastpersist.cli.bench.load_rows import PageCache
-from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.places import (
+    check_device,
+    check_places,
+    positive,
+    require_space,
+    scratch_directory,
+    write_json,
+)
 from fastpersist.cli.bench.report import facts_text, machine_facts, notes_text, report_head, samples_json, table
-from fastpersist.cli.bench.row_store.ways import FEW_COUNT, Case, cold_rows, few_rows, has_lmdb, hit_rows, write_table
+from fastpersist.cli.bench.row_store.ways import (
+    FEW_COUNT,
+    Case,
+    cold_rows,
+    device_rows,
+    few_rows,
+    has_lmdb,
+    hit_rows,
+    write_table,
+)
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
 from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError
@@ -49,6 +67,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     )
     parser.add_argument("--depth", type=positive, nargs="+", default=[64, 256], metavar="N", help="default: 64 256")
     parser.add_argument("--count", type=positive, default=200_000, metavar="N", help="rows of a sample")
+    parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="cuda or cuda:N: rows in memory are brought there, too"
+    )
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.set_defaults(run=run)
@@ -78,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: DIR is no directory.
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
     """
+    check_device(arguments.device)
     check_places(arguments.directory, [arguments.json])
     require_space(arguments.directory, arguments.size * (3 if has_lmdb() else 1), smaller="--size")
     facts = machine_facts(arguments.directory)
@@ -105,7 +127,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
         hit_bytes = min(_HIT_BYTES, arguments.size, available_host_bytes() // 8)
         made = write_table(path, 1024, hit_bytes)
-        measured("rows of 1024 bytes that are in memory", hit_rows(Case(made, min(arguments.count, 100_000), 256)))
+        hits = Case(made, min(arguments.count, 100_000), 256)
+        measured("rows of 1024 bytes that are in memory", hit_rows(hits))
+        if arguments.device != "cpu":
+            measured(f"the same, brought to {arguments.device}", device_rows(hits, torch.device(arguments.device)))
     notes = [
         "rows are drawn anew for each sample, uniformly, and each gather is checked; rows took turns, each round in "
         "another order",
@@ -191,4 +216,5 @@ def _command_line(arguments: argparse.Namespace) -> str:
     """Spell out the command, as it would be typed to run the same again."""
     words = ["fastpersist", "bench", "rows", arguments.directory, "--size", size_name(arguments.size)]
     words += ["--row-bytes", *map(str, arguments.row_bytes), "--depth", *map(str, arguments.depth)]
+    words += [] if arguments.device == "cpu" else ["--device", arguments.device]
     return shlex.join([*words, "--count", str(arguments.count), "--repeat", str(arguments.repeat)])

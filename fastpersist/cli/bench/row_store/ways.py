@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.rows import Kind, Row
 from fastpersist.errors import CorruptionError
 
-__all__ = ["FEW_COUNT", "Case", "Table", "cold_rows", "few_rows", "has_lmdb", "hit_rows", "write_table"]
+__all__ = ["FEW_COUNT", "Case", "Table", "cold_rows", "device_rows", "few_rows", "has_lmdb", "hit_rows", "write_table"]
 
 _THREAD_COUNT = 16
 FEW_COUNT = 48
@@ -127,21 +128,7 @@ def cold_rows(case: Case) -> list[Row]:
 
 def hit_rows(case: Case) -> list[Row]:
     """Return the rows of a gather of which everything is in memory: in our cache, and in a tensor."""
-    held: list[fastpersist.RowStore] = []
-
-    def store() -> fastpersist.RowStore:
-        if not held:
-            held.append(_opened(case, cache_bytes=3 * case.table.row_count * case.table.row_bytes))
-            for some in torch.arange(case.table.row_count).split(max(1, _CHUNK_BYTES // case.table.row_bytes)):
-                held[0].gather(some)
-        return held[0]
-
-    tensors: list[torch.Tensor] = []
-
-    def tensor() -> torch.Tensor:
-        if not tensors:
-            tensors.append(store().gather(torch.arange(case.table.row_count)))
-        return tensors[0]
+    store, tensor = _held(case)
 
     def ours(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         return _timed(lambda: store().gather(ids), store())
@@ -153,6 +140,56 @@ def hit_rows(case: Case) -> list[Row]:
         _gather_row(case, "torch.index_select in memory", "ceiling", in_memory),
         _gather_row(case, "fastpersist.RowStore, all cached", "fastpersist", ours),
     ]
+
+
+def device_rows(case: Case, device: torch.device) -> list[Row]:
+    """Return the rows of a gather of which everything is in memory, and that ends on a CUDA device."""
+    store, tensor = _held(case)
+    pinned = cache(lambda: torch.empty((case.count, case.table.width), dtype=torch.int32, pin_memory=True))
+
+    def on_device(gather: Callable[[torch.Tensor], torch.Tensor]) -> Gather:
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            rows = gather(ids).to(device, non_blocking=True)
+            torch.cuda.synchronize(device)
+            return rows
+
+        def timed(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+            run(ids[:1])  # what is made at the first use
+            return _timed(lambda: run(ids), store())
+
+        return timed
+
+    def copied(case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+        torch.index_select(tensor(), 0, ids, out=pinned())
+        return on_device(lambda _ids: pinned())(case, _path, ids)
+
+    return [
+        _gather_row(case, "copy of rows in pinned memory", "ceiling", copied),
+        _gather_row(
+            case, "fastpersist.RowStore, all cached", "fastpersist",
+            on_device(lambda ids: store().gather(ids, device=device)),
+        ),
+        _gather_row(
+            case, "torch.index_select into pinned memory, copied", "peer",
+            on_device(lambda ids: torch.index_select(tensor(), 0, ids, out=pinned()[: len(ids)])),
+        ),
+        _gather_row(
+            case, "torch.index_select, copied", "peer", on_device(lambda ids: tensor().index_select(0, ids)),
+        ),
+    ]  # fmt: skip
+
+
+def _held(case: Case) -> tuple[Callable[[], fastpersist.RowStore], Callable[[], torch.Tensor]]:
+    """Return what gives a store that has all rows in its cache, and a tensor of all rows; made at their first use."""
+
+    @cache
+    def store() -> fastpersist.RowStore:
+        opened = _opened(case, cache_bytes=3 * case.table.row_count * case.table.row_bytes)
+        for some in torch.arange(case.table.row_count).split(max(1, _CHUNK_BYTES // case.table.row_bytes)):
+            opened.gather(some)
+        return opened
+
+    return store, cache(lambda: store().gather(torch.arange(case.table.row_count)))
 
 
 def few_rows(case: Case) -> list[Row]:
@@ -190,7 +227,7 @@ def _gather_row(case: Case, name: str, kind: Kind, gather: Gather) -> Row:
         before_s = _cpu_s()
         rows, times_s = gather(case, path, ids)
         cpu_s = _cpu_s() - before_s
-        if not torch.equal(rows.view(case.count, -1)[:, 0], case.table.expected(ids)):
+        if not torch.equal(rows.view(case.count, -1)[:, 0].cpu(), case.table.expected(ids)):
             raise CorruptionError(f"{name} returned other rows than those that were asked for")
         p99_s = sorted(times_s)[len(times_s) * 99 // 100] if len(times_s) > 1 else None
         # Of many requests, as if each took the median.

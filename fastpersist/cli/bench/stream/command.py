@@ -17,14 +17,21 @@ from typing import Any
 
 from fastpersist.cli.bench.io.points import parse_size, size_name
 from fastpersist.cli.bench.load_rows import PageCache
-from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.places import (
+    check_device,
+    check_places,
+    positive,
+    require_space,
+    scratch_directory,
+    write_json,
+)
 from fastpersist.cli.bench.report import machine_facts
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
 from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
 from fastpersist.cli.bench.stream.model import FORM_COUNT, MODEL_NAMES, ModelFiles, make_model, weight_sizes
 from fastpersist.cli.bench.stream.report import stream_json, stream_text
 from fastpersist.cli.bench.stream.rows import Case, PassSample, WayProcess, bandwidth_rows, way_rows
-from fastpersist.cli.bench.stream.ways import BUILDERS, MAPPED, OURS, PACKAGES, RESIDENT
+from fastpersist.cli.bench.stream.ways import BUILDERS, MAPPED, ON_DEVICES, OURS, PACKAGES, RESIDENT
 from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.transfer.arena import available_host_bytes
@@ -73,6 +80,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default="half",
         help="part of the model that the cgroup of a way has room for (default: half)",
     )
+    parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="cpu, cuda or cuda:N, to compute on (default: cpu)"
+    )
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--prompt-len", type=positive, default=8, metavar="N", help="tokens of each (default: 8)")
     parser.add_argument("--gen-len", type=_several, default=5, metavar="N", help="tokens to generate (default: 5)")
@@ -107,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         UnsupportedError: A package is missing.
     """
     _require_packages()
+    check_device(arguments.device)
     check_places(arguments.directory, [arguments.json])
     sizes_bytes = weight_sizes(arguments.model, arguments.layers)
     weight_bytes = sum(sizes_bytes)
@@ -150,7 +161,7 @@ def _case(arguments: argparse.Namespace, weight_bytes: int, largest_bytes: int) 
             f"--budget {size_name(max(budgets))} is more than --memory {arguments.memory} ({size_name(memory_bytes)}) "
             "leaves for weights"
         )
-    case = Case(arguments.batch_size, arguments.prompt_len, arguments.gen_len, budgets, memory_bytes)
+    case = Case(arguments.batch_size, arguments.prompt_len, arguments.gen_len, budgets, memory_bytes, arguments.device)
     if memory_bytes is not None:
         notes.append(
             f"each way runs in a memory cgroup of {memory_bytes / 1e9:.2f} GB for weights and their pages in the page "
@@ -181,8 +192,10 @@ def _measure_ways(
             package = PACKAGES.get(row.name, "")
             if package and find_spec(package) is None:
                 rows[at] = Row(row.name, row.kind, None, why_not=f"not installed: pip install {package}")
+            elif row.kind == "peer" and case.device != "cpu" and row.name not in ON_DEVICES:
+                rows[at] = Row(row.name, row.kind, None, why_not="not measured on a device")
         needed_bytes = int(1.2 * files.weight_bytes) + case.activation_bytes
-        if needed_bytes > available_host_bytes():
+        if case.device == "cpu" and needed_bytes > available_host_bytes():
             rows[-1] = Row(RESIDENT, "ceiling", None, why_not=f"needs {needed_bytes / 1e9:.1f} GB of memory")
         results = measure(rows, arguments.repeat, before=before, after=lambda: None)
     _compare_tokens(results)
@@ -201,15 +214,19 @@ def _measure_ways(
 
 
 def _compare_tokens(results: Sequence[Measured]) -> None:
-    """Fail our row if it generated other tokens than the mapped model, whose tensors have the same alignment."""
+    """Fail our row if it generated other tokens than the mapped model, whose tensors have the same alignment.
+
+    On a device the model in its memory is compared with, as no mapped one computes there.
+    """
 
     def tokens_of(one: Measured) -> list[Any]:
         return [sample.answer["tokens"] for sample in one.samples if isinstance(sample, PassSample)]
 
-    right = next((tokens_of(one)[0] for one in results if one.row.name == MAPPED and one.samples), None)
+    named = {one.row.name: one for one in results if one.samples}
+    right = named.get(MAPPED) or named.get(RESIDENT)
     for one in results:
-        if one.row.kind == "fastpersist" and right is not None and any(tokens != right for tokens in tokens_of(one)):
-            one.note = f"failed: other tokens than {MAPPED}"
+        if one.row.kind == "fastpersist" and right and any(tokens != tokens_of(right)[0] for tokens in tokens_of(one)):
+            one.note = f"failed: other tokens than {right.row.name}"
 
 
 def _command_line(arguments: argparse.Namespace) -> str:
@@ -220,6 +237,8 @@ def _command_line(arguments: argparse.Namespace) -> str:
     if arguments.budget:
         words += ["--budget", *(one if isinstance(one, str) else size_name(one) for one in arguments.budget)]
     words += ["--memory", arguments.memory]
+    if arguments.device != "cpu":
+        words += ["--device", arguments.device]
     for name in ("batch_size", "prompt_len", "gen_len", "repeat"):
         words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     return shlex.join(words)

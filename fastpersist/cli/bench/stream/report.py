@@ -17,7 +17,7 @@ __all__ = ["Limits", "stream_json", "stream_text"]
 
 _MIB = 1 << 20
 _TIMES = ("", "token pass s", "min – max", "of limit", "× best peer", "first token s", "of one read")
-_OTHERS = ("", "prefill s", "of resident", "peak MiB", "cgroup MiB", "written MB")
+_OTHERS = ("", "prefill s", "of resident", "peak MiB", "device MiB", "cgroup MiB", "written MB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,10 @@ def _median(measured: Measured, name: str) -> float:
     )
 
 
+def _most(samples: Sequence[PassSample], name: str) -> int | None:
+    return max((value for one in samples if (value := one.answer[name]) is not None), default=None)
+
+
 def _row(measured: Measured, limits: Limits, pass_bytes: int, best_peer_s: float | None) -> dict[str, Any]:
     """Return a row as plain values; None where there is nothing to compare with."""
     row: dict[str, Any] = {"name": measured.row.name, "kind": measured.row.kind, "note": measured.note}
@@ -68,7 +72,6 @@ def _row(measured: Measured, limits: Limits, pass_bytes: int, best_peer_s: float
         return row
     limit_s = limits.pass_s(samples[-1].size_bytes)
     first_s, prefill_s = _median(measured, "first_token_s"), _median(measured, "prefill_s")
-    peaks = [sample.answer["peak_bytes"] for sample in samples if sample.answer["peak_bytes"] is not None]
     return row | {
         "limit_s": limit_s,
         "of_limit": None if limit_s is None else limit_s / measured.median_s,
@@ -77,7 +80,8 @@ def _row(measured: Measured, limits: Limits, pass_bytes: int, best_peer_s: float
         "of_one_read": None if limits.bytes_per_s is None else first_s / (pass_bytes / limits.bytes_per_s),
         "prefill_s": prefill_s,
         "of_resident": None if limits.resident_prefill_s is None else limits.resident_prefill_s / prefill_s,
-        "peak_bytes": max(peaks, default=None),
+        "peak_bytes": _most(samples, "peak_bytes"),
+        "device_peak_bytes": _most(samples, "device_peak_bytes"),
         "group_peak_bytes": samples[-1].group_peak_bytes,
         "written_bytes": max(sample.answer["written_bytes"] for sample in samples),
         "runs": [{name: value for name, value in one.answer.items() if name != "tokens"} for one in samples],
@@ -123,7 +127,8 @@ def stream_text(
         facts_text(command_line, facts),
         "",
         f"Llama, {sizes['weight_bytes'] / 1e9:.2f} GB of weights, {sizes['pass_bytes'] / 1e9:.2f} GB of them in a "
-        f"pass; {case.batch_size} × {case.prompt_len} tokens of prompts, {case.gen_len} generated",
+        f"pass; {case.batch_size} × {case.prompt_len} tokens of prompts, {case.gen_len} generated "
+        f"on {case.device}",
         *(
             f"{row['name']}: {row['bytes_per_s'] / 1e9:.2f} GB/s ({row['min_s']:.3f} – {row['max_s']:.3f} s)"
             for row in rows
@@ -170,6 +175,7 @@ def _other_cells(row: dict[str, Any]) -> list[str]:
         f"{row['prefill_s']:.3f}",
         _text(row["of_resident"], ".0%"),
         _text(row["peak_bytes"], ".0f", _MIB),
+        _text(row["device_peak_bytes"], ".0f", _MIB),
         _text(row["group_peak_bytes"], ".0f", _MIB),
         _text(row["written_bytes"], ".1f", 1e6),
     ]

@@ -44,6 +44,7 @@ class Case:
         gen_len: Tokens to generate.
         budgets: Of fp.stream, in bytes; a row for each.
         memory_bytes: What the weights of a way may take, in memory and in the page cache; None for no limit.
+        device: Where the model computes, as torch takes it.
     """
 
     batch_size: int
@@ -51,6 +52,7 @@ class Case:
     gen_len: int
     budgets: tuple[int, ...]
     memory_bytes: int | None
+    device: str = "cpu"
 
     @property
     def activation_bytes(self) -> int:
@@ -118,6 +120,7 @@ class WayProcess:
                 "prompt_len": case.prompt_len,
                 "gen_len": case.gen_len,
                 "budget_bytes": self._budget_bytes,
+                "device": case.device,
             }
         )
         answer = _received(process)

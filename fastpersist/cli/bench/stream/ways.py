@@ -10,7 +10,7 @@ import torch
 
 from fastpersist import load, stream
 
-__all__ = ["BUILDERS", "MAPPED", "OURS", "PACKAGES", "RESIDENT"]
+__all__ = ["BUILDERS", "MAPPED", "ON_DEVICES", "OURS", "PACKAGES", "RESIDENT"]
 
 PACKAGES = {
     "diffusers group offloading": "diffusers",
@@ -23,7 +23,7 @@ OURS, MAPPED, RESIDENT = "fp.stream", "safetensors mmap, assign", "resident"
 
 def _ours(job: dict[str, Any]) -> Any:
     model = _empty_model(job)
-    model.weight_stream = stream(model, job["directory"], budget_bytes=job["budget_bytes"])
+    model.weight_stream = stream(model, job["directory"], budget_bytes=job["budget_bytes"], device=job["device"])
     return model
 
 
@@ -40,15 +40,18 @@ def _accelerate_disk(job: dict[str, Any]) -> Any:
 
     if not job["offload_directory"]:
         raise ImportError("not installed: pip install accelerate")
-    return disk_offload(_empty_model(job), job["offload_directory"], execution_device=torch.device("cpu"))
+    return disk_offload(_empty_model(job), job["offload_directory"], execution_device=torch.device(job["device"]))
 
 
 def _diffusers_groups(job: dict[str, Any]) -> Any:
     from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found]
 
-    model, cpu = _safetensors_mapped(job), torch.device("cpu")
+    model, device = _safetensors_mapped(job), torch.device(job["device"])
     folder = os.path.join(job["root"], "peers", "diffusers")
-    apply_group_offloading(model, cpu, cpu, offload_type="leaf_level", offload_to_disk_path=folder)
+    apply_group_offloading(
+        model, device, torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=folder,
+        use_stream=device.type == "cuda",
+    )  # fmt: skip
     return model
 
 
@@ -104,7 +107,7 @@ def _torch_mapped(job: dict[str, Any]) -> Any:
 
 
 def _resident(job: dict[str, Any]) -> Any:
-    return _assigned(job, [load(path) for path in _shards(job)])
+    return _assigned(job, [load(path, map_location=job["device"]) for path in _shards(job)]).to(job["device"])
 
 
 def _shards(job: dict[str, Any]) -> list[str]:
@@ -140,3 +143,5 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     RESIDENT: _resident,
 }
 """By name, in the order of the table; each takes a job of the worker and returns the model."""
+ON_DEVICES = (OURS, "accelerate disk_offload", "diffusers group offloading", RESIDENT)
+"""Those that compute on a GPU as they are used here."""

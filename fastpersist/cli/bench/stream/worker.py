@@ -49,12 +49,15 @@ def _generate(job: dict[str, Any]) -> dict[str, Any]:
     """Build the model and generate once; return what it took."""
     gc.collect()
     peak_is_known = forget_peak()
+    if job["device"] != "cpu":
+        torch.cuda.set_device(job["device"])
+        torch.cuda.reset_peak_memory_stats()
     written_bytes = _written_bytes()
     with tempfile.TemporaryDirectory(dir=job["root"]) as scratch:
         started_s = time.perf_counter()
         model = BUILDERS[job["way"]](job | {"scratch": scratch})
         built_s = time.perf_counter()
-        prompts = random_prompts(model.config.vocab_size, job["batch_size"], job["prompt_len"])
+        prompts = random_prompts(model.config.vocab_size, job["batch_size"], job["prompt_len"]).to(job["device"])
         clock = TokenClock()
         count = job["gen_len"]
         tokens = model.generate(prompts, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock)
@@ -65,6 +68,7 @@ def _generate(job: dict[str, Any]) -> dict[str, Any]:
             "first_token_s": clock.times_s[1] - started_s,
             "passes_s": [end - start for start, end in zip(clock.times_s[1:], clock.times_s[2:], strict=False)],
             "peak_bytes": resident_bytes("VmHWM") if peak_is_known else None,
+            "device_peak_bytes": torch.cuda.max_memory_allocated() if prompts.is_cuda else None,
             "written_bytes": _written_bytes() - written_bytes,
             "stats": None,
             "tokens": tokens[:, job["prompt_len"] :].tolist(),
