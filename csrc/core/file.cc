@@ -10,7 +10,8 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <fstream>
+
+#include "core/kernel_file.h"
 
 #ifndef STATX_DIOALIGN
 #define STATX_DIOALIGN 0x00002000U
@@ -39,9 +40,8 @@ uint32_t FieldAt(const struct statx& answer, size_t offset) {
 uint32_t LogicalBlockSize(uint32_t major, uint32_t minor) {
   for (const char* suffix : {"", "/.."}) {
     const std::string device = std::to_string(major) + ":" + std::to_string(minor);
-    uint32_t value = 0;
-    std::ifstream("/sys/dev/block/" + device + suffix + "/queue/logical_block_size") >> value;
-    if (value >= 512) return value;
+    const auto value = ReadKernelNumber("/sys/dev/block/" + device + suffix + "/queue/logical_block_size").value_or(0);
+    if (value >= 512 && value <= UINT32_MAX) return static_cast<uint32_t>(value);
   }
   return 0;
 }

@@ -10,12 +10,12 @@
 #include <cctype>
 #include <chrono>
 #include <climits>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <thread>
 
 #include "core/check.h"
+#include "core/kernel_file.h"
 
 namespace fastpersist {
 namespace {
@@ -34,16 +34,9 @@ constexpr size_t kWindowCount = 6;
 
 std::atomic<std::chrono::milliseconds> g_grace{Grace::kDefault};
 
-int ReadNode(const std::string& path) {
-  int node = -1;
-  std::ifstream(path) >> node;
-  return node;
-}
-
 bool OneNodeOnly() {
-  std::string online;  // "0", "0-1", "0,2"
-  std::ifstream("/sys/devices/system/node/online") >> online;
-  return online.find_first_of("-,") == std::string::npos;
+  // "0", "0-1", "0,2"
+  return ReadKernelFile("/sys/devices/system/node/online").find_first_of("-,") == std::string::npos;
 }
 
 // Advice: a sandbox may refuse the call, and pages on another node are only slower.
@@ -101,7 +94,7 @@ Status Device::Open() {
       std::string name(bus_id.data());
       std::transform(name.begin(), name.end(), name.begin(),
                      [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
-      numa_node_ = ReadNode("/sys/bus/pci/devices/" + name + "/numa_node");
+      numa_node_ = static_cast<int>(ReadKernelNumber("/sys/bus/pci/devices/" + name + "/numa_node").value_or(-1));
     }
     CudaContext context = nullptr;
     FP_RETURN_IF_ERROR(Check(driver_.DevicePrimaryCtxRetain(&context, id), "opening"));

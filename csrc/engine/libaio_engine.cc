@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <fstream>
 #include <memory>
 #include <system_error>
 #include <thread>
@@ -19,6 +18,7 @@
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/kernel_file.h"
 #include "core/reuse_cache.h"
 #include "core/wakeup.h"
 #include "engine/builtin_engines.h"
@@ -99,12 +99,6 @@ class LibaioEngine final : public IoEngine {
   std::vector<io_event> events_;  // what io_getevents fills
 };
 
-uint64_t ReadNumber(const char* path) {
-  uint64_t number = 0;
-  std::ifstream(path) >> number;
-  return number;
-}
-
 Status SetupError(int sys_errno, uint32_t queue_depth) {
   const std::string why = " (io_setup: " + std::generic_category().message(sys_errno) + ")";
   switch (sys_errno) {
@@ -112,8 +106,8 @@ Status SetupError(int sys_errno, uint32_t queue_depth) {
       return Status::Error(StatusCode::kUnsupported,
                            "Linux AIO has no room for " + std::to_string(queue_depth) +
                                " more requests: the sysctl fs.aio-max-nr is " +
-                               std::to_string(ReadNumber("/proc/sys/fs/aio-max-nr")) + " and " +
-                               std::to_string(ReadNumber("/proc/sys/fs/aio-nr")) +
+                               std::to_string(ReadKernelNumber("/proc/sys/fs/aio-max-nr").value_or(0)) + " and " +
+                               std::to_string(ReadKernelNumber("/proc/sys/fs/aio-nr").value_or(0)) +
                                " are taken on this machine; raise it (sysctl -w fs.aio-max-nr=1048576)" + why);
     case ENOSYS:
       return Status::Error(StatusCode::kUnsupported,

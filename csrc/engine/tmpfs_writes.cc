@@ -9,14 +9,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <fstream>
 #include <optional>
-#include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/alignment.h"
 #include "core/file.h"
+#include "core/kernel_file.h"
 #include "core/thread.h"
 
 namespace fastpersist {
@@ -31,15 +31,17 @@ constexpr int kCpuCountMin = 4;
 // are rewritten many times, into pages that exist. In a line of mountinfo (proc_pid_mountinfo(5)) the third word is the
 // device, and the words after the lone dash are type, source and options.
 std::optional<std::string> MountOptions(dev_t device) {
-  std::ostringstream number;
-  number << major(device) << ':' << minor(device);
-  std::ifstream lines("/proc/self/mountinfo");
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream words(line);
-    std::string word;
-    for (int count = 0; count < 3; ++count) words >> word;
+  const std::string number = std::to_string(major(device)) + ":" + std::to_string(minor(device));
+  const std::string content = ReadKernelFile("/proc/self/mountinfo");
+  for (size_t start = 0; start < content.size();) {
+    const size_t end = std::min(content.find('\n', start), content.size());
+    const std::string_view line = std::string_view(content).substr(start, end - start);
+    const size_t third = line.find(' ', line.find(' ') + 1) + 1;
     const size_t dash = line.find(" - ");
-    if (word == number.str() && dash != std::string::npos) return line.substr(dash);
+    if (dash != std::string_view::npos && line.substr(third, line.find(' ', third) - third) == number) {
+      return std::string(line.substr(dash));
+    }
+    start = end + 1;
   }
   return std::nullopt;
 }

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <fstream>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -21,6 +20,7 @@
 
 #include "core/check.h"
 #include "core/fork.h"
+#include "core/kernel_file.h"
 #include "core/wakeup.h"
 #include "engine/builtin_engines.h"
 #include "engine/deadline.h"
@@ -145,8 +145,7 @@ Status SetupError(int sys_errno) {
               Describe(sys_errno) + ")");
     case EPERM:
     case EACCES: {
-      int disabled = 0;
-      std::ifstream("/proc/sys/kernel/io_uring_disabled") >> disabled;
+      const int64_t disabled = ReadKernelNumber("/proc/sys/kernel/io_uring_disabled").value_or(0);
       const std::string cause = disabled != 0
                                     ? "the sysctl kernel.io_uring_disabled is " + std::to_string(disabled)
                                     : "a seccomp filter or security module of this container or service forbids it";

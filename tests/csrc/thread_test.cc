@@ -19,7 +19,8 @@ sigset_t BlockedInAThread() {
 
 void SignalsForTheApplicationAreBlocked() {
   const sigset_t blocked = BlockedInAThread();
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGUSR1, SIGALRM}) EXPECT(sigismember(&blocked, signal) == 1);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD, SIGUSR1, SIGALRM})
+    EXPECT(sigismember(&blocked, signal) == 1);
 }
 
 // Blocked, they end the process before a handler such as faulthandler's can say where it crashed.
