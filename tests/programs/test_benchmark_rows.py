@@ -115,3 +115,37 @@ def test_an_epoch_takes_turns_and_leaves_only_the_graph(tmp_path: Path) -> None:
         assert turn["batch"] == pytest.approx(turn["sample"] + turn["fetch"] + turn["compute"])
         assert turn["rows"] == pytest.approx(turns["memory"][0]["rows"], rel=0.5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch.json", "rmat-12-15-0.pt"]
+
+
+STAND_IN_GRAPHBOLT = """
+class TorchBasedFeature:
+    def __init__(self, table):
+        self.table = table
+
+    def read(self, ids):
+        return self.table[ids] + WRONG
+"""
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_rows_by_another_interpreter_take_turns_and_are_checked(
+    wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, disk = tmp_path / "site" / "dgl", tmp_path / "disk"
+    package.mkdir(parents=True)
+    disk.mkdir()
+    (package / "__init__.py").write_text('__version__ = "0"\n')
+    (package / "graphbolt.py").write_text(STAND_IN_GRAPHBOLT.replace("WRONG", str(wrong)))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    report = tmp_path / "graphbolt.json"
+    words = ["--python", sys.executable, "--size-mb", "1", "--count", "50", "--repeat", "2", "--row-bytes", "512"]
+    command = [sys.executable, SCRIPT.with_name("graphbolt.py"), disk, *words, "--json", report]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert list(disk.iterdir()) == []
+    assert done.returncode == 0, done.stderr
+    if wrong:
+        assert "GraphBolt returned other rows" in done.stdout
+        return
+    rows = json.loads(report.read_text())["row_bytes"]["512"]
+    assert {"fastpersist.RowStore", "GraphBolt, DGL 0"} <= rows.keys()
+    assert "GraphBolt, DGL 0" in done.stdout
