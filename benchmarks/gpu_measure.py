@@ -146,6 +146,7 @@ class Row:
         check: Called after the first run: raises if what was written or read is not what was to be. None: the run
             moves nothing that could be checked.
         clean: Called after each run, outside its time.
+        parts: Filled by `run`: seconds of each run, the first one included, by what they were spent on.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Row:
     prepare: Callable[[], object] = lambda: None
     check: Callable[[], object] | None = None
     clean: Callable[[], object] = lambda: None
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -209,6 +211,7 @@ def take_turns(found: Found, device: Device, rows: Sequence[Row], rounds: int, d
     """
     for row in rows:
         entry = found.row(row.name, row.kind, row.size_bytes)
+        entry["parts"] = row.parts
         if row.check is None:
             entry["integrity"] = "moves no state"
     for row in rows:

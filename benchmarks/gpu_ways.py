@@ -123,15 +123,21 @@ def save_rows(device: Device, state: State, directory: str, *, only_files_of_tor
 
 
 def _save_row(name: str, kind: str, save: Callable[[], object], device: Device, state: State, path: str) -> Row:
+    parts: dict[str, list[float]] = {}
+
     def run() -> None:
-        save()
+        report = save()
+        if isinstance(report, fp.SaveReport):
+            for part in ("plan_s", "write_s", "sync_s"):
+                parts.setdefault(part, []).append(getattr(report, part))
 
     def clean() -> None:
         remove(path)
         remove(f"{path}.pending")
 
     return Row(
-        name, kind, run, state_bytes(state), check=lambda: check_equal(_stock_load(path, device), state), clean=clean
+        name, kind, run, state_bytes(state),
+        check=lambda: check_equal(_stock_load(path, device), state), clean=clean, parts=parts,
     )  # fmt: skip
 
 

@@ -70,6 +70,10 @@ def test_saves_are_measured_and_what_they_write_is_checked(tmp_path: Path) -> No
     part = run_part("save", tmp_path)
     expect_rows(part, [*OURS, *TORCH_SAVES, "safetensors save_file", "dcp.async_save, until durable"])
     assert any("fio is not installed" in note for note in part["notes"])
+    for name in OURS:
+        row = part["rows"][name]
+        spent_s = [row["first_s"], *row["seconds"]]
+        assert all(0 <= part_s <= all_s for all_s, part_s in zip(spent_s, row["parts"]["write_s"], strict=True))
     assert not list((tmp_path / "save").iterdir())
 
 
