@@ -8,7 +8,8 @@ of its own:
     python3.11 -m venv /venv/with/dgl
     /venv/with/dgl/bin/pip install torch==2.2.1 dgl==2.1.0 'numpy<2' torchdata==0.7.1 pyyaml pandas pydantic
 
-It maps the table anew for each sample, outside of the time, and gathers the same ids as ours, uniform over the table, which is not in the page cache.
+It maps the table anew for each sample, outside of the time, and gathers as many rows as ours, uniform over the table,
+which is not in the page cache.
 """
 
 from __future__ import annotations
