@@ -50,7 +50,7 @@ def _generate(job: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     peak_is_known = forget_peak()
     if job["device"] != "cpu":
-        torch.cuda.set_device(job["device"])
+        torch.cuda.set_device(torch.device(job["device"]).index or 0)
         torch.cuda.reset_peak_memory_stats()
     written_bytes = _written_bytes()
     with tempfile.TemporaryDirectory(dir=job["root"]) as scratch:
