@@ -45,15 +45,9 @@ class [[gnu::visibility("hidden")]] Questions {
 
   // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
   int64_t VersionOf(PyObject* tensor) const {
-    const bool is_asked_natively = functions_ != nullptr && IsPlain(tensor);
-    if (const auto version = is_asked_natively ? functions_->Version(tensor) : std::nullopt) return *version;
-    try {
-      const py::object version = IsPlain(tensor) ? version_.Of(tensor) : py::handle(tensor).attr("_version");
-      return version.cast<int64_t>();
-    } catch (const py::error_already_set& error) {
-      if (!error.matches(PyExc_RuntimeError)) throw;
-      return kNoVersion;
-    }
+    if (!IsPlain(tensor)) return VersionSaid([&] { return py::handle(tensor).attr("_version"); });
+    if (const auto version = functions_ != nullptr ? functions_->Version(tensor) : std::nullopt) return *version;
+    return VersionSaid([&] { return version_.Of(tensor); });
   }
 
   // REQUIRES: IsPlain. For a tensor without a storage it returns 0, or raises NotImplementedError or RuntimeError.

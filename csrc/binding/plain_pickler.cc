@@ -588,13 +588,7 @@ class PlainPickler {
     if (of.functions != nullptr) {
       if (const std::optional<int64_t> version = of.functions->Version(of.tensor)) return *version;
     }
-    try {
-      const py::object version = of_tensor_.version.Of(of.tensor);
-      return PyLong_AsLongLong(version.ptr());
-    } catch (const py::error_already_set& error) {
-      if (!error.matches(PyExc_RuntimeError)) throw;
-      return kNoVersion;
-    }
+    return VersionSaid([&] { return of_tensor_.version.Of(of.tensor); });
   }
 
   Rebuild& RebuildOf(const Described& of) {

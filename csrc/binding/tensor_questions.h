@@ -55,4 +55,16 @@ class [[gnu::visibility("hidden")]] Asked {
   PyCFunction method_ = nullptr;
 };
 
+// How often a tensor was changed in place, as `ask` has Python say it; kNoVersion of an inference tensor, which does
+// not count.
+template <class Ask>
+int64_t VersionSaid(const Ask& ask) {
+  try {
+    return static_cast<pybind11::object>(ask()).template cast<int64_t>();
+  } catch (const pybind11::error_already_set& error) {
+    if (!error.matches(PyExc_RuntimeError)) throw;
+    return kNoVersion;
+  }
+}
+
 }  // namespace fastpersist
