@@ -45,7 +45,8 @@ from typing import Literal
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import close_quietly, filesystem, storage_errors
-from fastpersist.errors import InternalError, StorageError
+from fastpersist.commit.freeing import await_freed, freed_later
+from fastpersist.errors import InternalError, NoSpaceError, StorageError
 
 __all__ = [
     "LEFTOVER_AGE_S",
@@ -304,7 +305,12 @@ class PendingFile:
     def allocate(self, size_bytes: int) -> None:
         """Do step 3; raise NoSpaceError before a byte is written."""
         with saving(self.target.path):
-            filesystem().allocate(self.fd, size_bytes, self.path)
+            try:
+                filesystem().allocate(self.fd, size_bytes, self.path)
+            except NoSpaceError:
+                if not await_freed():
+                    raise
+                filesystem().allocate(self.fd, size_bytes, self.path)
 
     def publish(self, size_bytes: int, *, durable: bool) -> None:
         """Do steps 4 (from the truncation on) to 6, and close.
@@ -317,6 +323,10 @@ class PendingFile:
         Raises:
             StorageError: Nothing was published, unless the message says that the file is, and what has failed.
         """
+        with freed_later(self.target.path):
+            self._publish(size_bytes, durable=durable)
+
+    def _publish(self, size_bytes: int, *, durable: bool) -> None:
         try:
             with saving(self.target.path):
                 if self.target.mode is not None:

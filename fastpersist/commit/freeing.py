@@ -1,0 +1,87 @@
+"""Free the space of a large file that a rename replaces, while the caller goes on.
+
+The kernel frees a file's blocks and pages when its last name and its last descriptor go: inside of the rename, which
+for a gigabyte takes a tenth of a second and more. Here a descriptor keeps the file until the rename is durable, and a
+thread closes it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["await_freed", "freed_later"]
+
+_LARGE_BYTES = 64 << 20  # less is freed faster than a thread starts
+
+_lock = threading.Lock()
+_freeing: dict[threading.Thread, int | None] = {}  # its descriptor, until it closes that
+
+
+@contextmanager
+def freed_later(path: str) -> Iterator[None]:
+    """Keep what has this name now until the block ends; then a thread lets it go. Thread-safe.
+
+    Args:
+        path: The name that is replaced in the block; nothing, a small file, or something else may have it.
+    """
+    fd = _held(path)
+    try:
+        yield
+    finally:
+        if fd is not None:
+            _close_in_thread(fd)
+
+
+def await_freed() -> bool:
+    """Wait until the space of all files that were replaced is free; return False if it is already. Thread-safe."""
+    with _lock:
+        threads = list(_freeing)
+    for thread in threads:
+        thread.join()
+    return bool(threads)
+
+
+def _held(path: str) -> int | None:
+    try:
+        # O_PATH needs no right to read, and closing it drops no record lock of this process.
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if os.fstat(fd).st_size >= _LARGE_BYTES:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _close_in_thread(fd: int) -> None:
+    def close() -> None:
+        with _lock:
+            _freeing[thread] = None  # before: a child would close what then has this number
+        os.close(fd)
+        with _lock:
+            del _freeing[thread]
+
+    thread = threading.Thread(target=close, name="fastpersist-freeing", daemon=True)
+    with _lock:
+        _freeing[thread] = fd
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads
+            del _freeing[thread]
+            os.close(fd)
+
+
+def _close_in_child() -> None:
+    """Let go of what a child has inherited, which would keep the space as long as the child lives."""
+    global _lock
+    _lock = threading.Lock()
+    for fd in _freeing.values():
+        if fd is not None:
+            os.close(fd)
+    _freeing.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
