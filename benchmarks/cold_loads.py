@@ -174,7 +174,7 @@ def prepared(name: str, recipe: StateRecipe, path: str) -> Callable[[], object]:
         target = new_training(target, steps=0 if "new" in name else 1)
     elif name.endswith(".safetensors"):
         target = flatten(target)
-    return lambda: fp.load_into(path, target) or target
+    return lambda: fp.load_into(path, target)
 
 
 def bare_read(name: str, path: str) -> Callable[[], object]:
