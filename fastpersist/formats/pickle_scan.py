@@ -330,6 +330,7 @@ class _Scanner:
             persistent_ids=self.persistent_ids,
             globals=tuple(f"{module}.{name}" for module, name in self.globals),
             has_negative_int=self.has_negative_int,
+            memo_index_max=max(self.memo, default=0),
             calls=self.calls,
         )
 

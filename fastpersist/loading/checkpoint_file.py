@@ -51,12 +51,14 @@ class PickleSummary:
         globals: What unpickling would import, as "module.name".
         has_negative_int: A number in the pickle is negative, perhaps a stride.
         needs_no_bytes: Unpickling surely looks at no byte of a storage.
+        is_as_torch_writes: Of protocol 2, with a memo that has no more entries than the pickle has bytes.
     """
 
     references: list[StorageReference]
     globals: tuple[str, ...]
     has_negative_int: bool
     needs_no_bytes: bool
+    is_as_torch_writes: bool
 
 
 class CheckpointSource:
@@ -212,7 +214,11 @@ class CheckpointSource:
         scan = self.scan()
         try:
             return PickleSummary(
-                storage_references(scan), scan.globals, scan.has_negative_int, builds_without_bytes(scan)
+                storage_references(scan),
+                scan.globals,
+                scan.has_negative_int,
+                builds_without_bytes(scan),
+                self.pickle.startswith(b"\x80\x02") and scan.memo_index_max <= len(self.pickle),
             )
         except FormatError as error:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None

@@ -37,7 +37,7 @@ from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, read_extents
-from fastpersist.transfer.torch_boundary import no_tag, not_allowed_globals, stock_load
+from fastpersist.transfer.torch_boundary import loads_plainly, no_tag, not_allowed_globals, plain_load, stock_load
 
 __all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_while_reading", "unpickle_with"]
 
@@ -156,12 +156,18 @@ def unpickle_with(
                 seen.add(reference.key)
     if source.summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
         source.prove_tensors()  # torch does not check negative strides on the meta device
+    summary = source.summary
+    is_plain = summary.needs_no_bytes and summary.is_as_torch_writes and loads_plainly(summary.globals)
+    del summary
     source.forget_pickle()  # megabytes for ten thousand tensors; torch reads its own
     sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
     with _StorageSupply(asks, map_location, file) as supply:
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
         try:
-            loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
+            if weights_only and is_plain:
+                loaded = plain_load(opened, map_location=supply)
+            else:
+                loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
         except Exception as error:
             if file.failure is not None:
                 raise file.failure from error

@@ -2,21 +2,37 @@
 
 `stock_save` and `stock_load` are torch's functions as they were at our import. `fastpersist.install` replaces those of
 torch by ours, so what we leave to torch must go to the stock ones.
+
+`plain_load` is `stock_load` with Python's own unpickler, which is twice as fast for many tensors as torch's restricted
+one. It resolves the few names of `_PLAIN_GLOBALS`, and so runs no more of a file's code than the restricted one does.
 """
 
 from __future__ import annotations
 
 import _compat_pickle
 import functools
+import os
+import pickle
 import re
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import IO, Any, Final, ParamSpec, TypeVar
 
 import torch
 
 from fastpersist import _native
 
-__all__ = ["no_tag", "not_allowed_globals", "stock_load", "stock_save", "torch_functions", "untraced"]
+__all__ = [
+    "loads_plainly",
+    "no_tag",
+    "not_allowed_globals",
+    "plain_load",
+    "stock_load",
+    "stock_save",
+    "torch_functions",
+    "untraced",
+]
 
 stock_save = torch.save
 stock_load = torch.load
@@ -73,6 +89,50 @@ def _python3_name(name: str) -> str:
         (module, attribute), (_compat_pickle.IMPORT_MAPPING.get(module, module), attribute)
     )
     return f"{module}.{attribute}"
+
+
+# What the states of most models name, beside the storages of each dtype. None of it runs code of the file.
+_PLAIN_GLOBALS: Final[dict[tuple[str, str], object]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+}
+_PLAIN_NAMES: Final = frozenset(".".join(one) for one in _PLAIN_GLOBALS)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Python's unpickler, which finds nothing but these names. torch finds storages of each dtype before it asks."""
+
+    def find_class(self, module: str, name: str, /) -> object:
+        try:
+            return _PLAIN_GLOBALS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a plain state") from None
+
+
+_plain_pickle = SimpleNamespace(__name__="fastpersist", Unpickler=_PlainUnpickler)
+
+
+def loads_plainly(global_names: Iterable[str]) -> bool:
+    """Tell whether `plain_load` resolves all of these globals."""
+    return not os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD") and all(
+        name in _PLAIN_NAMES or (name.startswith("torch.") and name.endswith("Storage") and hasattr(torch, name[6:]))
+        for name in global_names
+    )
+
+
+def plain_load(file: IO[bytes], *, map_location: Any) -> Any:
+    """Load a torch zip as `stock_load` does with weights_only=True, in half of the time.
+
+    Only for a pickle that a scan has found to be plain (`builds_without_bytes`, `loads_plainly`), with a memo that is
+    not longer than the pickle: Python's unpickler allocates that as a whole.
+
+    Raises:
+        pickle.UnpicklingError: Its pickle names something else.
+        Exception: What torch.load raises.
+    """
+    return stock_load(file, map_location=map_location, pickle_module=_plain_pickle, weights_only=False, mmap=False)
 
 
 Parameters = ParamSpec("Parameters")

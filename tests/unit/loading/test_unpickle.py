@@ -8,9 +8,10 @@ import mmap
 import os
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Wrapper
 
 import fastpersist as fp
+from fastpersist.loading import unpickle
 from fastpersist.loading.checkpoint_file import CheckpointSource
 
 pytestmark = [
@@ -595,3 +597,52 @@ def test_local_headers_of_many_storages_are_not_read_one_by_one(
     monkeypatch.setattr(CheckpointSource, "read_at", counted)
     assert all(map(torch.equal, fp.load(path), state))
     assert 0 < len(counts) < 60  # of the directory, the pickle, and small records
+
+
+# ------------------------------------------------------------------------------------------ which unpickler
+
+
+def plain_loads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Count the loads by Python's own unpickler."""
+    found: list[object] = []
+    plain_load = unpickle.plain_load
+
+    def counted(file: IO[bytes], *, map_location: Any) -> Any:
+        found.append(file)
+        return plain_load(file, map_location=map_location)
+
+    monkeypatch.setattr(unpickle, "plain_load", counted)
+    return found
+
+
+def test_plain_states_are_loaded_by_pythons_own_unpickler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plain_loads(monkeypatch)
+    state = {"model": torch.nn.Linear(2, 3).state_dict(), "bf16": torch.ones(3, dtype=torch.bfloat16), "step": 4}
+    torch.save(state, tmp_path / "x.pt")
+    assert_same(fp.load(tmp_path / "x.pt"), state)
+    assert len(found) == 1
+    torch.save({**state, "size": torch.Size([1])}, tmp_path / "x.pt")
+    fp.load(tmp_path / "x.pt")
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"\x80\x02}q\x00", b"\x80\x02}r\xff\xff\xff\x7f"),  # Python's unpickler would allocate 2^32 entries
+        (b"\x80\x02}q\x00", b"\x80\x03}q\x00"),
+    ],
+)
+def test_pickles_that_torch_does_not_write_are_left_to_torchs_unpickler(
+    old: bytes, new: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plain_loads(monkeypatch)
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.arange(3)}, path)
+    pkl = next(data for name, data in read_records(path).items() if name.endswith("/data.pkl"))
+    assert pkl.startswith(old)
+    with_pickle(path, pkl.replace(old, new, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, of the protocol
+        assert torch.equal(fp.load(path)["x"], torch.arange(3))
+    assert not found

@@ -1,19 +1,22 @@
 """untraced: public functions called from compiled code, and no compiler imported for those who have none.
 
-torch_functions: found and right, or not used.
+torch_functions: found and right, or not used. plain_load: resolves plain names, and nothing else.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support.sameness import assert_same
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.transfer.torch_boundary import torch_functions, untraced
+from fastpersist.transfer.torch_boundary import loads_plainly, plain_load, torch_functions, untraced
 
 
 def save_one_file(state: object, path: Path) -> None:
@@ -100,3 +103,40 @@ def test_functions_that_say_something_else_than_python_are_not_used() -> None:
 
     samples = [torch.ones(2), torch.ones(3)]
     assert _native.TorchFunctions.find(torch._C.__file__, Lies, torch.UntypedStorage, samples) is None
+
+
+# ------------------------------------------------------------------------------------------------------ plain loads
+
+
+def test_plain_load_resolves_nothing_but_plain_names(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"run": os.system, "x": torch.ones(3)}, path)
+    with path.open("rb") as file, pytest.raises(pickle.UnpicklingError, match="system is no part of a plain state"):
+        plain_load(file, map_location=None)
+
+
+def test_plain_load_gives_what_torch_gives(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    state = {"model": torch.nn.Linear(2, 3).state_dict(), "p": torch.nn.Parameter(torch.ones(2)), "n": [1, None, "a"]}
+    torch.save(state, path)
+    with path.open("rb") as file:
+        assert_same(plain_load(file, map_location=None), torch.load(path))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_plain"),
+    [
+        (["collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch.FloatStorage"], True),
+        (["torch.storage.UntypedStorage", "torch._utils._rebuild_parameter"], True),
+        (["torch.SomeStorage"], False),
+        (["elsewhere.FloatStorage"], False),
+        (["torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_sparse_tensor"], False),
+    ],
+)
+def test_names_that_a_plain_load_resolves(names: list[str], is_plain: bool) -> None:
+    assert loads_plainly(names) is is_plain
+
+
+def test_whoever_forces_torchs_own_unpickler_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    assert not loads_plainly(["torch.FloatStorage"])
