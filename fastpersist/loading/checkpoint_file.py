@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import io
 import os
 import stat
@@ -52,6 +53,7 @@ class PickleSummary:
         has_negative_int: A number in the pickle is negative, perhaps a stride.
         needs_no_bytes: Unpickling surely looks at no byte of a storage.
         is_as_torch_writes: Of protocol 2, with a memo that has no more entries than the pickle has bytes.
+        sha256: Of the pickle.
     """
 
     references: list[StorageReference]
@@ -59,6 +61,7 @@ class PickleSummary:
     has_negative_int: bool
     needs_no_bytes: bool
     is_as_torch_writes: bool
+    sha256: bytes
 
 
 class CheckpointSource:
@@ -219,6 +222,7 @@ class CheckpointSource:
                 scan.has_negative_int,
                 builds_without_bytes(scan),
                 self.pickle.startswith(b"\x80\x02") and scan.memo_index_max <= len(self.pickle),
+                hashlib.sha256(self.pickle).digest(),
             )
         except FormatError as error:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None

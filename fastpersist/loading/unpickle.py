@@ -158,6 +158,7 @@ def unpickle_with(
         source.prove_tensors()  # torch does not check negative strides on the meta device
     summary = source.summary
     is_plain = summary.needs_no_bytes and summary.is_as_torch_writes and loads_plainly(summary.globals)
+    pickle_sha256 = summary.sha256
     del summary
     source.forget_pickle()  # megabytes for ten thousand tensors; torch reads its own
     sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
@@ -165,7 +166,7 @@ def unpickle_with(
         opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
         try:
             if weights_only and is_plain:
-                loaded = plain_load(opened, map_location=supply)
+                loaded = plain_load(opened, map_location=supply, pickle_sha256=pickle_sha256)
             else:
                 loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
         except Exception as error:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import _compat_pickle
 import functools
+import hashlib
+import io
 import os
 import pickle
 import re
@@ -111,9 +113,6 @@ class _PlainUnpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a plain state") from None
 
 
-_plain_pickle = SimpleNamespace(__name__="fastpersist", Unpickler=_PlainUnpickler)
-
-
 def loads_plainly(global_names: Iterable[str]) -> bool:
     """Tell whether `plain_load` resolves all of these globals."""
     return not os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD") and all(
@@ -122,17 +121,29 @@ def loads_plainly(global_names: Iterable[str]) -> bool:
     )
 
 
-def plain_load(file: IO[bytes], *, map_location: Any) -> Any:
+def plain_load(file: IO[bytes], *, map_location: Any, pickle_sha256: bytes) -> Any:
     """Load a torch zip as `stock_load` does with weights_only=True, in half of the time.
 
-    Only for a pickle that a scan has found to be plain (`builds_without_bytes`, `loads_plainly`), with a memo that is
-    not longer than the pickle: Python's unpickler allocates that as a whole.
+    Args:
+        file: Whose pickle a scan has found to be plain (`builds_without_bytes`, `loads_plainly`), with a memo that is
+            not longer than the pickle: Python's unpickler allocates that as a whole.
+        map_location: As in torch.load.
+        pickle_sha256: Of the pickle that was scanned.
 
     Raises:
-        pickle.UnpicklingError: Its pickle names something else.
+        pickle.UnpicklingError: The file has another pickle now, or it names something else.
         Exception: What torch.load raises.
     """
-    return stock_load(file, map_location=map_location, pickle_module=_plain_pickle, weights_only=False, mmap=False)
+
+    class Scanned(_PlainUnpickler):
+        def __init__(self, data: IO[bytes], **options: Any) -> None:
+            content = data.read()
+            if hashlib.sha256(content).digest() != pickle_sha256:
+                raise pickle.UnpicklingError("data.pkl is not the one that was scanned: the file has changed meanwhile")
+            super().__init__(io.BytesIO(content), **options)
+
+    as_module = SimpleNamespace(__name__="fastpersist", Unpickler=Scanned)
+    return stock_load(file, map_location=map_location, pickle_module=as_module, weights_only=False, mmap=False)
 
 
 Parameters = ParamSpec("Parameters")

@@ -607,9 +607,9 @@ def plain_loads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     plain_load = unpickle.plain_load
 
-    def counted(file: IO[bytes], *, map_location: Any) -> Any:
+    def counted(file: IO[bytes], **options: Any) -> Any:
         found.append(file)
-        return plain_load(file, map_location=map_location)
+        return plain_load(file, **options)
 
     monkeypatch.setattr(unpickle, "plain_load", counted)
     return found

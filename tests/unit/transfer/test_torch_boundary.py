@@ -5,6 +5,7 @@ torch_functions: found and right, or not used. plain_load: resolves plain names,
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.archives import read_records
 from support.sameness import assert_same
 
 import fastpersist as fp
@@ -108,11 +110,25 @@ def test_functions_that_say_something_else_than_python_are_not_used() -> None:
 # ------------------------------------------------------------------------------------------------------ plain loads
 
 
+def sha256_of(path: Path) -> bytes:
+    pickles = [data for name, data in read_records(path).items() if name.endswith("/data.pkl")]
+    return hashlib.sha256(pickles[0]).digest()
+
+
+def test_plain_load_takes_no_pickle_but_the_scanned_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    scanned = sha256_of(path)
+    torch.save({"y": torch.ones(3)}, path)
+    with path.open("rb") as file, pytest.raises(pickle.UnpicklingError, match="the file has changed meanwhile"):
+        plain_load(file, map_location=None, pickle_sha256=scanned)
+
+
 def test_plain_load_resolves_nothing_but_plain_names(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"run": os.system, "x": torch.ones(3)}, path)
     with path.open("rb") as file, pytest.raises(pickle.UnpicklingError, match="system is no part of a plain state"):
-        plain_load(file, map_location=None)
+        plain_load(file, map_location=None, pickle_sha256=sha256_of(path))
 
 
 def test_plain_load_gives_what_torch_gives(tmp_path: Path) -> None:
@@ -120,7 +136,7 @@ def test_plain_load_gives_what_torch_gives(tmp_path: Path) -> None:
     state = {"model": torch.nn.Linear(2, 3).state_dict(), "p": torch.nn.Parameter(torch.ones(2)), "n": [1, None, "a"]}
     torch.save(state, path)
     with path.open("rb") as file:
-        assert_same(plain_load(file, map_location=None), torch.load(path))
+        assert_same(plain_load(file, map_location=None, pickle_sha256=sha256_of(path)), torch.load(path))
 
 
 @pytest.mark.parametrize(
