@@ -37,7 +37,7 @@ from fastpersist.dcp.metadata import METADATA_NAME, pickled
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, Whole, gather_done, tell_done
 from fastpersist.dcp.save_state import ShardedFiles
 from fastpersist.distributed.commit_agreement import gather_own_files, tell_own_files
-from fastpersist.distributed.connections import Connections
+from fastpersist.distributed.connections.io_thread import Connections
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.messages import encoded
 from fastpersist.formats.manifest import FileEntry
