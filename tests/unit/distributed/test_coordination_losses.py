@@ -277,9 +277,11 @@ def test_what_is_offered_and_lost_on_its_way_is_told_again_to_who_asks() -> None
 
     with ranks_in_threads(2) as ranks:
         first = ranks[0].begin(SUBJECT)
-        first.offer(b"here")
-        first.announce()
-        with lose_on_this_side_only(ranks[1]) as kept:
+        with ranks[1].connections.lock:  # its I/O thread does not read the offer meanwhile
+            first.offer(b"here")
+            first.announce()
+            lost = lose_on_this_side_only(ranks[1])
+        with lost as kept:
             kept.setblocking(True)
             assert b"here" in kept.recv(1 << 16)
             other = ranks[1].begin(SUBJECT)
