@@ -1,6 +1,7 @@
 """What many ranks cost the coordinator: up to 4,096 followers, simulated on one machine, with a real rank 0.
 
     python benchmarks/simulated_ranks.py commit --ranks 512 4096  # agreement and commit: time; descriptors
+    python benchmarks/simulated_ranks.py commit --ranks 512 --savers 3  # descriptors of three Checkpointers of a group
     python benchmarks/simulated_ranks.py plan --ranks 512 --tensors 100000 --shards 8  # time, memory
 
 `commit`: the followers are one process. Each has a real connection over loopback and the real session on it; they take
@@ -26,6 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from fastpersist.dcp.metadata import METADATA_NAME, pickled
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, Whole, gather_done, tell_done
 from fastpersist.dcp.save_state import ShardedFiles
 from fastpersist.distributed.commit_agreement import gather_own_files, tell_own_files
-from fastpersist.distributed.connections import Connections
+from fastpersist.distributed.connections.io_thread import Connections
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.messages import encoded
 from fastpersist.formats.manifest import FileEntry
@@ -58,11 +60,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[512])
     parser.add_argument("--tensors", type=int, default=1000, help="tensors of the state")
     parser.add_argument("--shards", type=int, default=8, help="chunks of each tensor")
+    parser.add_argument("--savers", type=int, default=1, help="that have met; one of them saves")
     parser.add_argument("--soft-limit", type=int, default=0, metavar="N", help="of open files; 0: as it is")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each number of ranks")
     options = parser.parse_args()
     for count in options.ranks:
-        work, arguments = (_commit, ()) if options.part == "commit" else (_plan, (options.tensors, options.shards))
+        is_commit = options.part == "commit"
+        work, arguments = (_commit, (options.savers,)) if is_commit else (_plan, (options.tensors, options.shards))
         found = _in_process(work, options.soft_limit, count, *arguments)
         print(json.dumps(found) if options.json else "  ".join(f"{name} {value}" for name, value in found.items()))
     return 0
@@ -101,20 +105,16 @@ def _descriptor_count() -> int:
 # --- agreement and commit, over real connections
 
 
-def _commit(count: int) -> dict[str, Any]:
+def _commit(count: int, saver_count: int) -> dict[str, Any]:
     before_count = _descriptor_count()
-    ranks = Ranks(0, count, (0,) * count, _TIMEOUT_S)
-    ranks.connections.token = _TOKEN
-    ranks.connections.listen(["127.0.0.1"])
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(daemon=True, target=_followers, args=(theirs, count, ranks.connections.addresses))
+    process = context.Process(daemon=True, target=_followers, args=(theirs, count, saver_count))
     process.start()
     theirs.close()
     started_s = time.monotonic()
-    while not ranks.connections.wait_until(lambda: len(ranks.connections.ranks()) == count - 1, 0.4):
-        if not process.is_alive():
-            raise SystemExit("the followers have ended")
+    savers = [_met(process, ours, count) for _ in range(saver_count)]
+    ranks = savers[0]
     met_s = time.monotonic() - started_s
     ours.recv()
     commits, processor, messages = [], [], 0
@@ -139,9 +139,11 @@ def _commit(count: int) -> dict[str, Any]:
     ours.send("end")
     held_count = _descriptor_count() - before_count
     process.join()
-    ranks.close()
+    for one in savers:
+        one.close()
     return {
         "ranks": count,
+        "savers": saver_count,
         "meeting_s": round(met_s, 3),
         "last_own_to_all_end_ms": _spread(commits),
         "rank0_processor_ms": _spread(processor),
@@ -149,6 +151,17 @@ def _commit(count: int) -> dict[str, Any]:
         "descriptors": held_count,
         "peak_MB": _peak_bytes() // 10**6,
     }
+
+
+def _met(process: BaseProcess, pipe: Connection, count: int) -> Ranks:
+    ranks = Ranks(0, count, (0,) * count, _TIMEOUT_S)
+    ranks.connections.token = _TOKEN
+    ranks.connections.listen(["127.0.0.1"])
+    pipe.send(ranks.connections.addresses)
+    while not ranks.connections.wait_until(lambda: len(ranks.connections.ranks()) == count - 1, 0.4):
+        if not process.is_alive():
+            raise SystemExit("the followers have ended")
+    return ranks
 
 
 def _spread(times_s: Sequence[float]) -> str:
@@ -174,18 +187,21 @@ def _serve_on_this_thread() -> None:
     Connections._start, Connections.wait_until = start, wait_until  # type: ignore[method-assign]
 
 
-def _followers(pipe: Connection, count: int, addresses: list[tuple[str, int]]) -> None:
+def _followers(pipe: Connection, count: int, saver_count: int) -> None:
     hard_count = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_count, hard_count))
     _serve_on_this_thread()
-    followers = []
-    for rank in range(1, count):
+    every, addresses = [], []
+    for number in range(saver_count * (count - 1)):
+        rank = 1 + number % (count - 1)
+        addresses = pipe.recv() if rank == 1 else addresses
         follower = Ranks(rank, count, (0,) * count, _TIMEOUT_S)
         follower.connections.token, follower.connections.addresses = _TOKEN, addresses
         follower.connections.connect(_TIMEOUT_S)
         if not follower.connections.wait_welcome(_TIMEOUT_S):
             raise SystemExit(f"rank {rank} was not welcomed")
-        followers.append(follower)
+        every.append(follower)
+    followers = every[: count - 1]  # of the saver that saves
     pipe.send("met")
     nothing = Planned("", [], 0, None)
     while pipe.recv() == "save":
@@ -203,7 +219,7 @@ def _followers(pipe: Connection, count: int, addresses: list[tuple[str, int]]) -
             session.hear()
             session.finish()
         pipe.send((last_s, time.monotonic()))
-    for one in followers:
+    for one in every:
         one.close()
 
 

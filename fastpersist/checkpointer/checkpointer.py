@@ -637,7 +637,8 @@ class Checkpointer:
                 not choose is cut out of dicts; see `fastpersist.load`. Without `into`, only this is read. None: with
                 `into`, all entries whose tensors have less than 1 MiB together; without `into`, the whole state.
             rename: New names for what was saved, as in `fastpersist.load`; `keys` choose by the old ones. The result
-                is then one flat dict, with the rank_state as ever. Not with `into`.
+                is then one flat dict, with the rank_state as ever. With `into`, targets are found by the new names,
+                what has the old name keeps its place, and there are no `keys`.
             dtype: Convert the floating-point tensors of the state to this dtype once they are loaded, as in
                 `fastpersist.load`. The targets of `into` and the rank_state keep their own.
             missing_ok: Return None if there is no such step, or no step at all. With several ranks either all of them
@@ -669,8 +670,9 @@ class Checkpointer:
                 until they are loaded again.
             ConfigError: `into` does not fit the state, or a key of `keys` is not in it, and nothing was changed; or a
                 target's load_state_dict refused its entry, and the message says what is partly overwritten.
-            UnsupportedError: `rename` goes with `into`; or the step lies in parts on several file systems, and this
-                process is alone; or `verify`, and it was saved without checksums; or the named engine cannot be used.
+            UnsupportedError: `rename`, `into` and `keys` together; or the step lies in parts on several file systems,
+                and this process is alone; or `verify`, and it was saved without checksums; or the named engine cannot
+                be used.
             pickle.UnpicklingError: With weights_only: torch refuses an object that is not known to be safe.
             PeerError: With several ranks: another rank could not load the step.
             Exception: Whatever on_resize raises; the other ranks raise PeerError.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from fastpersist.commit.directory_commit import RootLock, remove_directory, sweep_directories
 from fastpersist.commit.filesystem import filesystem, make_directories
-from fastpersist.commit.locks import ROOT_LOCK_NAME
+from fastpersist.commit.locks import is_root_on
 from fastpersist.commit.step_listing import (
     Commit,
     check_files,
@@ -240,15 +240,12 @@ class Root:
         return made
 
     def _refuse_unmounted(self) -> None:
-        """Raise if the file system of the root is gone: nobody would find what is written to the directory below it.
-
-        A directory on another device is taken for the root if it has a lock file: it is mounted again.
-        """
+        """Raise if the file system of the root is gone: nobody would find what is written to the directory below it."""
         above = self.path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
         device = os.stat(above).st_dev
-        if self._device in (None, device) or os.path.lexists(os.path.join(self.path, ROOT_LOCK_NAME)):
+        if self._device is None or is_root_on(self.path, device, self._device):
             return
         was, now = (f"{os.major(number)}:{os.minor(number)}" for number in (self._device, device))
         raise StorageError(

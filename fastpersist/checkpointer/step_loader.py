@@ -100,10 +100,10 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.dtype is not None:
             require_floating(self.dtype)
-        if self.rename is not None and self.into:
+        if self.rename is not None and self.into and self.keys is not None:
             raise UnsupportedError(
-                "rename= goes without into=: what is filled in place has the names that were saved. Load with rename= "
-                "alone, and give the result to load_state_dict; or fill a module by fastpersist.load_into(…, rename=)"
+                "rename= with into= goes without keys=, which choose by the old names: load what they choose by "
+                "another call"
             )
         require_bools(verify=self.verify, weights_only=self.weights_only, progress=self.progress)
         if self.on_resize is not None and not callable(self.on_resize):
@@ -124,7 +124,7 @@ class LoadOptions:
             path: Of the step, for messages.
             state: The state, without what belongs to single ranks.
         """
-        if self.rename is not None:
+        if self.rename is not None and not self.into:  # else it is renamed on the way to its targets
             state = renamed(path, state, self.rename)
         if self.dtype is not None and self.into:  # targets have dtypes of their own
             state.update(converted({key: state[key] for key in state if key not in self.into}, self.dtype))
@@ -398,7 +398,8 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
         )
 
     own_names = found.own_names()
-    wanted = {"into": options.into, "keys": options.keys_without(own_names)}
+    rename = options.rename if options.into else None
+    wanted = {"into": options.into, "keys": options.keys_without(own_names), "rename": rename}
     if found.are_shards:
         state = found.shards_loader(options.engine)(
             **wanted,

@@ -43,7 +43,7 @@ from fastpersist.errors import (
 )
 from fastpersist.formats.manifest import MANIFEST_NAME
 
-__all__ = ["ROOT_LOCK_NAME", "HeldDirectory", "Lock", "RootLock", "claimed", "hold_for_reading"]
+__all__ = ["ROOT_LOCK_NAME", "HeldDirectory", "Lock", "RootLock", "claimed", "hold_for_reading", "is_root_on"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -264,6 +264,14 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
         if not kept:
             _close_lock(fd, os.getpid(), manifest_path)
     return fd if kept else -1
+
+
+def is_root_on(root: str, device: int, former: int) -> bool:
+    """Tell whether what is on a device now is a root that was on `former`; else its file system is not mounted.
+
+    A directory on another device is taken for the root if it has a lock file: it is mounted again.
+    """
+    return device == former or os.path.lexists(os.path.join(root, ROOT_LOCK_NAME))
 
 
 class _Owner(NamedTuple):

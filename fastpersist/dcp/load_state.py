@@ -30,6 +30,7 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats.manifest import CheckpointManifest, FileEntry, writer_of
+from fastpersist.loading.renaming import Rename, nested_for
 from fastpersist.loading.selection import (
     dict_entries,
     left_out_of,
@@ -62,6 +63,7 @@ def load_sharded_state(
     count: int,
     reader: FastPersistReader | None = None,
     agree: Callable[[], object] | None = None,
+    rename: Rename | None = None,
 ) -> dict[str, Any]:
     """Load the state of a step whose parts several ranks may have written.
 
@@ -80,6 +82,7 @@ def load_sharded_state(
         count: How many there are.
         reader: Reads the step; None for a reader of its directory.
         agree: Returns when all ranks call it; None for a round of `read`.
+        rename: New names for what was saved, by which `into` finds it; with `into`, without `keys`.
 
     Returns:
         The state, with the very objects of `into` under their keys, and without what `left_out_of` names.
@@ -104,6 +107,8 @@ def load_sharded_state(
     # Thousands of ranks do not look at thousands of parts each: what is wrong with one shows when it is read.
     tree = _proven_tree(path, reader, metadata, {entry.name: entry.size_bytes for entry in manifest.files})
     targets = dict(into or {})
+    if rename is not None:
+        tree = nested_for(path, tree, rename, targets)
     taken = set(map(str, targets))
     # With targets, the objects tell which entries are small; without, only those are read that keys choose.
     objects = _read_objects(reader, metadata, weights_only, tree) if targets else {}

@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastpersist.config import BLOCK_BYTES, network
-from fastpersist.distributed.connections import (
+from fastpersist.distributed.connections.frames import (
     ALIVE,
     ASK,
     FAILED,
@@ -45,9 +45,9 @@ from fastpersist.distributed.connections import (
     PROTOCOL,
     PULSE,
     TOKEN_BYTES,
-    Connections,
     frame,
 )
+from fastpersist.distributed.connections.io_thread import Connections
 from fastpersist.distributed.messages import Failure, named
 from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import (

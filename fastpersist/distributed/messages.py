@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from fastpersist import errors
-from fastpersist.distributed.connections import FAILED, frame
+from fastpersist.distributed.connections.frames import FAILED, frame
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,

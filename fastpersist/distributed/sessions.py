@@ -25,7 +25,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from fastpersist.distributed.connections import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER, Connections
+from fastpersist.distributed.connections.frames import ASK, FRAME_BYTES, MESSAGE_LIMIT_BYTES, OFFER
+from fastpersist.distributed.connections.io_thread import Connections
 from fastpersist.distributed.messages import Failure, named
 from fastpersist.errors import CoordinationError, InternalError
 

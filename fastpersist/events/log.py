@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from typing import Any, BinaryIO
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.commit.locks import is_root_on
 from fastpersist.errors import FastPersistError
 from fastpersist.events.event import Event, Figure
 
@@ -52,7 +53,7 @@ class EventLog:
     """Where the events of one root go in this process; only the thread that delivers them appends.
 
     The file is made by the first event of a save, or of a removal. A process that only loads appends to a log that is
-    there and may be written, and makes none.
+    there and may be written, and makes none. While the file system of the root is not mounted, events wait.
 
     Args:
         root: The directory, absolute; this makes none.
@@ -69,6 +70,7 @@ class EventLog:
         self._saves = False
         self._has_looked = False
         self._has_failed = False
+        self._device: int | None = None  # of the root, when an event was appended last
         self._waiting: deque[bytes] = deque(maxlen=_WITHOUT_ROOT_COUNT)  # until the root is there
 
     def append(self, event: Event) -> None:
@@ -80,7 +82,7 @@ class EventLog:
         except FileNotFoundError:
             if not self._saves:
                 self._waiting.clear()
-            # Else the root is about to be made: by this process, or on a shared file system by another one.
+            # Else the root is about to be made, by this process or another one; or to be mounted again.
         except OSError as error:
             self._waiting.clear()
             if self._saves and not self._has_failed:
@@ -88,6 +90,10 @@ class EventLog:
                 _log.warning("%s: events are not logged there: %s; this is said once", self._path, error.strerror)
 
     def _write_waiting(self) -> None:
+        device = _device_of(self.root)
+        if self._device is not None and not is_root_on(self.root, device, self._device):
+            raise FileNotFoundError(errno.ENOENT, "its file system is not mounted", self.root)
+        self._device = device
         made = os.O_CREAT if self._saves else 0
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | made  # a FIFO there is an error, and no wait
         fd = os.open(self._path, flags, 0o666)
@@ -104,6 +110,10 @@ class EventLog:
             os.close(fd)
         if self._saves and size_bytes >= _SIZE_MAX_BYTES:
             os.replace(self._path, f"{self._path}.1")
+
+
+def _device_of(path: str) -> int:
+    return os.stat(path).st_dev
 
 
 def _ends_a_line(path: str, size_bytes: int) -> bool:

@@ -33,6 +33,7 @@ from fastpersist.formats.pickle_scan import Call, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, described_tensor, fill_pairs
+from fastpersist.loading.renaming import Rename, nested_for
 from fastpersist.loading.selection import (
     Choice,
     Entries,
@@ -102,6 +103,19 @@ class _Options:
     engine: str
     read: Read
     poll: Poll | None = None
+    rename: Rename | None = None
+
+    def arranged(self, path: str, value: Any) -> Any:
+        """Return the file's object with the names that the targets have."""
+        if self.rename is None or isinstance(self.into, _Whole):
+            return value
+        return nested_for(path, value, self.rename, self.into)
+
+    def arranged_nodes(self, path: str, root: object) -> object:
+        """Return the scanned pickle in the same way."""
+        if self.rename is None or isinstance(self.into, _Whole):
+            return root
+        return nested_for(path, root, self.rename, self.into, _named_entries, _symbolic_dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +154,7 @@ def load_state(
     on_filled: Callable[[str], None] | None = None,
     read: Read = read_extents,
     source: CheckpointSource | None = None,
+    rename: Rename | None = None,
 ) -> Any:
     """Load a saved dict, and restore the entries named in `into` in place.
 
@@ -161,6 +176,7 @@ def load_state(
             targets of these keys are no longer what they were.
         read: How storages are read: a `SharedReader` where several ranks load together.
         source: The file, if it is open already; closed at the end.
+        rename: New names for what is in the file, by which `into` finds it; without `keys`.
 
     Returns:
         The dict, with the very objects of `into` under their keys, and without what `left_out_of` names.
@@ -180,7 +196,7 @@ def load_state(
 
     Thread safety: any thread; nobody else may use the targets meanwhile.
     """
-    options = _Options(into or {}, keys, map_location, verify, weights_only, engine, read)
+    options = _Options(into or {}, keys, map_location, verify, weights_only, engine, read, rename=rename)
     with source or CheckpointSource(path) as source:
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
@@ -342,7 +358,7 @@ class _Ready:
 def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | str:
     """Load what has no memory in a target, and plan the rest; or say why that is impossible."""
     try:
-        root = source.scan().root
+        root = options.arranged_nodes(source.path, source.scan().root)
     except UnsupportedError as error:
         return str(error)
     sizes_bytes = {reference.key: reference.size_bytes for reference in source.summary.references}
@@ -369,6 +385,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
     except Exception as error:  # noqa: BLE001 - whatever it is, stock torch.load succeeds or has the better message
         return f"it cannot be described without its data ({type(error).__name__}: {error})"
     _require_dict(source, options, loaded)
+    loaded = options.arranged(source.path, loaded)
 
     key_of = {storage._cdata: key for key, storage in {**meta, **storages}.items()}
     plan = _plan(source, options, loaded, choice, lambda tensor: tensor.untyped_storage()._cdata in key_of)
@@ -394,7 +411,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         reason = _load_storages(source, options, storages, missing, devices)
         if reason is not None:
             return reason
-        loaded, _ = _unpickled(source, options, storages, keys, unread)
+        loaded = options.arranged(source.path, _unpickled(source, options, storages, keys, unread)[0])
     if options.keys is None:
         tell_left_out(source.path, choice, bytes_of)
     return _Ready(without(loaded, left_out), plan, pairs)
@@ -427,6 +444,16 @@ def _scanned_entries(node: object) -> list[tuple[object, object]] | None:
         return None
     items = entries.items()
     return items if 2 * len(items) == len(entries.flat) else None
+
+
+def _named_entries(node: object) -> list[tuple[object, object]] | None:
+    """Return the entries of a scanned dict if all have names: no other key is safe to hash."""
+    entries = _scanned_entries(node)
+    return None if entries is None or not all(isinstance(key, SCALAR_KEYS) for key, _ in entries) else entries
+
+
+def _symbolic_dict(entries: dict[object, object]) -> SymbolicDict:
+    return SymbolicDict([one for entry in entries.items() for one in entry])
 
 
 def _plan(
@@ -506,6 +533,7 @@ def _planned_with_copy(source: CheckpointSource, options: _Options) -> _Ready:
     """Load everything, as if there were no targets."""
     loaded = _load_whole(source, options)
     _require_dict(source, options, loaded)
+    loaded = options.arranged(source.path, loaded)
     choice = _left_out(source.path, loaded, options, dict_entries, tensor_bytes)
     plan = _plan(source, options, loaded, choice, lambda tensor: not tensor.is_meta)
     if options.keys is None:

@@ -167,7 +167,7 @@ def _by_prefix(problems: Sequence[str]) -> list[str]:
                 return [
                     f"names{where} differ by the prefix {prefix!r}, which only those of the {side} have "
                     f"({one}, {len(longer)} in all); add or remove it, as wrappers of a module do, or "
-                    "fastpersist.load_into with rename=",
+                    "pass rename=",
                     *others,
                 ]
     return list(problems)

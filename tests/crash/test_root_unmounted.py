@@ -23,6 +23,7 @@ from support.store_runs import SIZES, checkpoints_at
 
 import fastpersist as fp
 from fastpersist.distributed.node_local.detection import NodeLocal
+from fastpersist.events.delivery import flush
 
 _CLONE_NEWNS = 0x00020000
 RANK_COUNT = 32
@@ -57,7 +58,8 @@ class Disk:
         subprocess.run(["umount", "--lazy", str(self.point)], check=True)
 
     def assert_nothing_below(self) -> None:
-        found = [path.name for path in self.point.iterdir() if not path.name.startswith("events")]
+        assert flush(60)
+        found = [path.name for path in self.point.iterdir()]
         assert not found, f"{found} were written to the directory below the mount"
 
 

@@ -26,6 +26,10 @@ def test_followers_are_connected_and_hear_of_each_commit() -> None:
     assert 8 < found["descriptors"] < 8 + 7  # one for each follower; the listener, the selector, what wakes the thread
 
 
+def test_each_saver_of_a_group_has_connections_of_its_own() -> None:
+    assert 2 * 8 < measured("commit", "--ranks", "9", "--savers", "2")["descriptors"] < 2 * (8 + 7)
+
+
 def test_a_soft_limit_below_the_number_of_ranks_is_raised() -> None:
     assert measured("commit", "--ranks", "60", "--soft-limit", "50")["messages"] == 59 * 5
 

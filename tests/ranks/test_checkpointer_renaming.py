@@ -45,6 +45,13 @@ def load_all_ways(checkpoints: fp.Checkpointer, rank_state: torch.Tensor) -> Non
     filled = checkpoints.load(into=into, dtype=torch.float16)
     assert filled["model"]["module.weight"] is weight  # targets keep their dtype
     assert_same(weight, state()["model"]["module.weight"])
+    other = torch.zeros(300, 5)
+    into = {"net": {"weight": other, "count": torch.zeros(3, dtype=torch.int64)}}
+    filled = checkpoints.load(into=into, rename={"model.module.": "net."})
+    assert filled["net"]["weight"] is other
+    assert_same(dict(sorted(filled.items())), {"net": into["net"], **own, "step": 5})
+    assert_same(into["net"]["count"], torch.arange(3))
+    assert_same(other, state()["model"]["module.weight"])
 
 
 @BOTH
@@ -76,7 +83,48 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         checkpoints.save(1, state()).result()
         with pytest.raises(fp.ConfigError, match="floating-point"):
             checkpoints.load(dtype=torch.int8)
-        with pytest.raises(fp.UnsupportedError, match="rename= goes without into="):
-            checkpoints.load(rename={"a": "b"}, into={"model": {}})
+        with pytest.raises(fp.UnsupportedError, match="rename= with into= goes without keys="):
+            checkpoints.load(rename={"a": "b"}, into={"model": {}}, keys=["step"])
+        for new, why in (("model", "something else lies"), ("model.module.weight", "one name")):
+            with pytest.raises(fp.ConfigError, match=why):
+                checkpoints.load(rename={"step": new}, into={"model": {"module.weight": torch.zeros(300, 5)}})
         with pytest.raises(fp.ConfigError, match="one name"):
             checkpoints.load(rename=lambda name: "same")
+
+
+class Wrapper(torch.nn.Module):
+    """Has its model's names with a prefix, as DistributedDataParallel does."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(700, 500), torch.nn.BatchNorm1d(500), torch.nn.Linear(500, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 700)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@BOTH
+def test_a_model_is_resumed_without_the_wrapper_that_it_was_trained_in(
+    tmp_path: Path, sharded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained(1)
+    other, of_other = trained(2)
+    weight, ema = other[0].weight, torch.randn(1 << 20)
+    saved = {"model": Wrapper(model).state_dict(), "optimizer": optimizer.state_dict(), "ema": ema, "step": 7}
+    with fp.Checkpointer(tmp_path, sharded=sharded) as checkpoints:
+        checkpoints.save(1, saved).result()
+        into = {"net": other, "optimizer": of_other}
+        caplog.set_level("INFO", "fastpersist")
+        found = checkpoints.load(into=into, rename={"model.module.": "net."}, verify=True)
+    assert found == {**into, "step": 7}
+    assert other[0].weight is weight
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(of_other.state_dict(), optimizer.state_dict())
+    assert "in memory once more" not in caplog.text
+    assert "neither into nor keys name them: ema (4.0 MiB)" in caplog.text

@@ -8,7 +8,8 @@ from support.ranks_in_threads import SUBJECT, assert_failed, ranks_in_processes,
 from support.sandbox import needs_root
 from support.two_hosts import ADDRESSES, cut_cable, enter, inside, two_hosts
 
-from fastpersist.distributed import connections, coordination
+from fastpersist.distributed import coordination
+from fastpersist.distributed.connections import connection, io_thread
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.errors import PeerError
 
@@ -20,7 +21,8 @@ def test_a_host_without_power_is_noticed_long_before_the_deadline_while_pulses_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", ADDRESSES[0])  # as torchrun sets it
-    monkeypatch.setattr(connections, "_SILENT_MACHINE_S", 5)
+    for module in (connection, io_thread):
+        monkeypatch.setattr(module, "SILENT_MACHINE_S", 5)
     monkeypatch.setattr(coordination, "_PULSE_S", 0.2)
 
     def wait_for_rank_0(ranks: Ranks, report: Report) -> None:

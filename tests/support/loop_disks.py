@@ -72,7 +72,7 @@ def loop_disk(scratch: Path) -> Iterator[LoopDisk]:
     """
     with ExitStack() as stack:
         try:
-            _enter_mount_namespace()
+            enter_mount_namespace()
             outer = stack.enter_context(_image_with_xfs(scratch / "outer.img", OUTER_BYTES))
             outer_directory = stack.enter_context(mounted(outer))
             inner = stack.enter_context(_image_with_xfs(outer_directory / "inner.img", INNER_BYTES))
@@ -97,7 +97,7 @@ def disk_with_sectors(scratch: Path, sector_bytes: int) -> Iterator[Path]:
     directory = scratch / "sectors"
     directory.mkdir()
     try:
-        _enter_mount_namespace()
+        enter_mount_namespace()
         device = _run("losetup", "--show", "--find", "--sector-size", str(sector_bytes), str(image)).strip()
         try:
             _run("mkfs.xfs", "-q", "-b", f"size={sector_bytes}", "-s", f"size={sector_bytes}", device)
@@ -115,7 +115,8 @@ def disk_with_sectors(scratch: Path, sector_bytes: int) -> Iterator[Path]:
         image.unlink()
 
 
-def _enter_mount_namespace() -> None:
+def enter_mount_namespace() -> None:
+    """Give this process mounts of its own, which end with it and its children."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     _run("mount", "--make-rprivate", "/")

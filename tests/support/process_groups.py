@@ -153,8 +153,10 @@ class _Meeting:
             init_method=self.init_method,
             rank=self.rank,
             world_size=self.count,
-            timeout=datetime.timedelta(seconds=self.group_timeout_s),
+            timeout=datetime.timedelta(seconds=max(self.group_timeout_s, GROUP_TIMEOUT_S)),
         )
+        # Not before they have met, which takes a busy machine seconds.
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.group_timeout_s), dist.group.WORLD)
 
     def __exit__(self, *exception: object) -> None:
         """Leave the group as it is: the process ends without Python's or C++'s destructors."""

@@ -48,6 +48,24 @@ def test_ending_says_error_and_signal() -> None:
     assert (second.signal, second.error_type) == (signal.SIGKILL, None)
 
 
+def test_the_timeout_of_a_group_begins_when_its_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet = dist.init_process_group
+
+    def meet_late(*arguments: Any, rank: int, **options: Any) -> None:
+        time.sleep(3 * rank)
+        meet(*arguments, rank=rank, **options)
+
+    def work(rank: int, count: int) -> None:
+        if rank == 0:
+            dist.all_gather_object([None] * count, "nobody else comes")
+
+    monkeypatch.setattr(dist, "init_process_group", meet_late)
+    first, second = rank_endings(2, work, group_timeout_s=0.2)
+    assert second.error_type is None, second.trace
+    assert "Timed out" in first.error_text
+    assert 0.2 <= first.seconds < 60
+
+
 def test_rank_that_hangs_is_killed_at_the_deadline() -> None:
     def work(rank: int, count: int) -> None:
         if rank == 0:

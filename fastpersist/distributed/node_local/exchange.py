@@ -1,4 +1,4 @@
-"""Load a file that lies in parts on all ranks: each rank reads the parts that it sees, and broadcasts them.
+"""Load a file that lies in parts on all ranks: each rank reads the parts that it sees, for all that want them.
 
 A `PartsExchange` takes the place of `read_extents` in a load, inside the rounds of a `SharedReader`:
 
@@ -7,11 +7,13 @@ A `PartsExchange` takes the place of `read_extents` in a load, inside the rounds
     structure  the file's structure (all but large storages), from the holder of rank 0's part. Every rank keeps it in
                memory, as a file of the whole length with holes, which is opened, proven and unpickled as any other
     want       what each rank wants to read; ranks may want different bytes. The union is cut into pieces. The holder of
-               a piece reads and broadcasts it. Ranks that want nothing, or have finished their load, take part
+               a piece reads it, and sends it to the one rank that wants it, or broadcasts it if several do. Ranks
+               that want nothing, or have finished their load, take part in the broadcasts
     exchanged  all pieces could be read
 
 So every byte comes from one disk once, whichever ranks want it, and goes straight to its place where that is host
-memory. The holders take turns, and each reads its next piece while others broadcast theirs.
+memory. The holders take turns, and each reads its next piece while others send theirs. All ranks go through the pieces
+in one order, so no two wait for each other, and meet now and then.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import array
 import bisect
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
@@ -43,13 +46,15 @@ from fastpersist.transfer.reader import Extents, Push, ReadResult, read_extents
 __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
 
 _PIECE_BYTES = 32 << 20
+_TURNS = 32
+"""After so many pieces of each holder all ranks meet: else some would wait longer than a collective may take."""
 _GAP_BYTES = 256 << 10
 _STRUCTURE_BYTES = 64 << 10
 """Smaller storages belong to the structure."""
 
 
 class Piece(NamedTuple):
-    """Bytes of the file that one rank reads and broadcasts.
+    """Bytes of the file that one rank reads for those that want them.
 
     Attributes:
         holder: Which rank.
@@ -100,6 +105,27 @@ def cut_pieces(
                     ]
     turns = zip_longest(*(queues[holder] for holder in sorted(queues)))
     return [piece for turn in turns for piece in turn if piece is not None]
+
+
+def takers_of(pieces: Sequence[Piece], wants: Sequence[Sequence[Extent]]) -> list[list[int]]:
+    """Return for each piece the ranks that want some of it, but its holder.
+
+    Args:
+        pieces: Which do not overlap.
+        wants: What each rank wants of the file.
+    """
+    order = sorted(range(len(pieces)), key=lambda index: pieces[index].offset_bytes)
+    starts = [pieces[index].offset_bytes for index in order]
+    takers: list[list[int]] = [[] for _ in pieces]
+    for rank, want in enumerate(wants):
+        for extent in want:
+            at = max(0, bisect.bisect_right(starts, extent.offset_bytes) - 1)
+            for index in order[at : bisect.bisect_left(starts, extent.end_bytes)]:
+                piece, known = pieces[index], takers[index]
+                reaches = piece.offset_bytes + piece.size_bytes > extent.offset_bytes
+                if reaches and piece.holder != rank and known[-1:] != [rank]:
+                    known.append(rank)
+    return takers
 
 
 def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[Extent]:
@@ -253,7 +279,7 @@ class PartsExchange:
                     memory[done_bytes : done_bytes + length_bytes] = os.pread(fd, length_bytes, offset_bytes)
                     done_bytes += length_bytes
             with self._reader.collective():
-                self._broadcast(buffer, holder)
+                self._bring(buffer, holder)
             if self._reader.rank != holder:
                 done_bytes = 0
                 for offset_bytes, length_bytes in places:
@@ -321,7 +347,7 @@ class PartsExchange:
             self._exchange(told, _Taking(Extents(), [], None))
 
     def _exchange(self, told: Sequence[bytes | None], taking: _Taking) -> None:
-        """Read and broadcast what the ranks want; on all of them. Then hear whether all of it could be read.
+        """Read and send what the ranks want; on all of them. Then hear whether all of it could be read.
 
         Raises:
             PeerError: Another rank has failed, or is gone.
@@ -330,7 +356,9 @@ class PartsExchange:
         wants = [_unflat(one) for one in told]
         pieces = cut_pieces(wants, self.parts, self._holders)
         taking.plan(pieces)
-        own = [index for index, piece in enumerate(pieces) if piece.holder == self._reader.rank]
+        takers = takers_of(pieces, wants)
+        rank = self._reader.rank
+        own = [index for index, piece in enumerate(pieces) if piece.holder == rank]
         reading: dict[int, tuple[torch.Tensor, Future[None]]] = {}
         errors: list[BaseException] = []
         with ThreadPoolExecutor(1, thread_name_prefix="fastpersist-parts") as pool:
@@ -342,23 +370,36 @@ class PartsExchange:
                     reading[index] = (buffer, pool.submit(self._read_piece, pieces[index], buffer))
 
             read_ahead(0)
+            turns: Counter[int] = Counter()
+            met = 0
             for index, piece in enumerate(pieces):
-                if piece.holder == self._reader.rank:
+                if turns[piece.holder] == met + _TURNS:  # the first one to come so far, since they take turns
+                    met += _TURNS
+                    self._meet(errors)
+                turns[piece.holder] += 1
+                if rank != piece.holder and rank not in takers[index] and len(takers[index]) < 2:
+                    continue  # others send it to each other
+                if piece.holder == rank:
                     read_ahead(bisect.bisect_right(own, index))
                     buffer, read = reading.pop(index)
                     try:
                         read.result()
-                    except Exception as error:  # noqa: BLE001 - raised after the broadcasts that all ranks take part in
+                    except Exception as error:  # noqa: BLE001 - raised when all ranks have got what they wait for
                         errors.append(error)
                 else:
                     buffer = taking.buffer_for(index)
-                with self._reader.collective():
-                    self._broadcast(buffer, piece.holder)
+                if takers[index]:
+                    with self._reader.collective():
+                        self._bring(buffer, piece.holder, takers[index])
                 if not errors:
                     try:
                         taking.take(index, buffer)
                     except Exception as error:  # noqa: BLE001 - as above
                         errors.append(error)
+        self._meet(errors)
+
+    def _meet(self, errors: Sequence[BaseException]) -> None:
+        """Hear that all ranks have read so far what they had to, or tell that this one could not."""
         if errors:
             raise errors[0]
         self._reader.say("exchanged", None)
@@ -370,13 +411,18 @@ class PartsExchange:
         extents.add_memory(place, piece.size_bytes, buffer.data_ptr(), buffer, with_crc=False)
         read_extents(part.fd, part.path, extents, engine=self._engine)
 
-    def _broadcast(self, memory: torch.Tensor, holder: int) -> None:
-        if self._carrier.type == "cpu":
-            dist.broadcast(memory, group=self._reader.group, group_src=holder)
-            return
-        carried = memory.to(self._carrier)
-        dist.broadcast(carried, group=self._reader.group, group_src=holder)
-        memory.copy_(carried)
+    def _bring(self, memory: torch.Tensor, holder: int, takers: Sequence[int] = ()) -> None:
+        """Send what the holder has to the one taker; without takers, or with several, to all ranks."""
+        carried = memory if self._carrier.type == "cpu" else memory.to(self._carrier)
+        group = self._reader.group
+        if len(takers) != 1:
+            dist.broadcast(carried, group=group, group_src=holder)
+        elif self._reader.rank == holder:
+            dist.send(carried, group=group, group_dst=takers[0])
+        else:
+            dist.recv(carried, group=group, group_src=holder)
+        if carried is not memory:
+            memory.copy_(carried)
 
 
 class _Taking:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from support.store_runs import step_path, two_stores
 import fastpersist as fp
 from fastpersist.checkpointer.merge import merge
 from fastpersist.distributed import sessions as session_room
-from fastpersist.distributed.node_local import publishing
-from fastpersist.distributed.node_local.exchange import PartsExchange
+from fastpersist.distributed.node_local import exchange, publishing
+from fastpersist.distributed.node_local.exchange import PartsExchange, Piece
 from fastpersist.distributed.shared_reader import SharedReader
 from fastpersist.loading import selection
 
@@ -104,6 +106,73 @@ def test_memory_is_made_only_for_parts_that_a_rank_reads_of(saved: Path) -> None
         assert len(made) == (0 if rank < 2 else 1)
 
     run_ranks(4, load_own, two_stores(saved, 4))
+
+
+def own_shard(rank: int) -> torch.Tensor:
+    return torch.arange(200_000) + rank  # more than what comes along unasked
+
+
+def save_own_shard(rank: int, count: int, roots: list[Path]) -> None:
+    with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD, sharded=True, node_local="parts") as checkpoints:
+        checkpoints.save(1, {f"of rank {rank}": own_shard(rank), "step": 1}).result()
+
+
+def load_own_shard(rank: int, count: int, roots: list[Path]) -> int:
+    """Load from a store that has the parts of others; return the bytes that went by collectives of all ranks."""
+    broadcast_bytes = 0
+    broadcast = dist.broadcast
+
+    def counted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        nonlocal broadcast_bytes
+        broadcast_bytes += tensor.nbytes
+        return broadcast(tensor, *arguments, **options)
+
+    dist.broadcast = counted
+    target = torch.zeros(200_000, dtype=torch.int64)
+    with fp.Checkpointer(roots[rank], process_group=dist.group.WORLD) as checkpoints:
+        checkpoints.load(1, into={f"of rank {rank}": target})
+    assert_same(target, own_shard(rank))
+    return broadcast_bytes
+
+
+@pytest.mark.parametrize("turns", [32, 2])
+def test_what_one_rank_wants_goes_to_that_rank_alone(
+    tmp_path: Path, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_TURNS", turns)
+    monkeypatch.setattr(exchange, "cut_pieces", partial(exchange.cut_pieces, piece_bytes=65_536))
+    roots = two_stores(tmp_path, 4)
+    run_ranks(4, save_own_shard, roots)
+    for broadcast_bytes in run_ranks(4, load_own_shard, roots[::-1]):
+        assert broadcast_bytes < 100_000  # of 6,400,000: objects
+
+
+@pytest.mark.parametrize("piece", [0, 5])
+def test_a_rank_that_cannot_read_what_another_one_wants_fails_the_load_of_all(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_TURNS", 2)
+    monkeypatch.setattr(exchange, "cut_pieces", partial(exchange.cut_pieces, piece_bytes=65_536))
+    roots = two_stores(tmp_path, 4)
+    run_ranks(4, save_own_shard, roots)
+
+    def work(rank: int, count: int) -> None:
+        read_piece, read_count = PartsExchange._read_piece, 0
+
+        def fail_once(self: PartsExchange, wanted: Piece, buffer: torch.Tensor) -> None:
+            nonlocal read_count
+            if wanted.size_bytes == 65_536:
+                read_count += 1
+                if rank == 1 and read_count == piece + 1:
+                    raise fp.StorageError(errno.EIO, "for the test", "a part")
+            read_piece(self, wanted, buffer)
+
+        PartsExchange._read_piece = fail_once  # type: ignore[method-assign]
+        load_own_shard(rank, count, roots[::-1])
+
+    for rank, ending in enumerate(rank_endings(4, work)):
+        assert ending.error_type is (fp.StorageError if rank == 1 else fp.PeerError), (rank, ending.trace)
+        assert "for the test" in ending.error_text
 
 
 def test_one_process_is_told_whose_parts_are_elsewhere_and_loads_them_when_they_were_brought(

@@ -27,7 +27,8 @@ from support.ranks_in_threads import (
     say_all,
 )
 
-from fastpersist.distributed import connections, coordination, peers
+from fastpersist.distributed import coordination, peers
+from fastpersist.distributed.connections import frames, io_thread
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import (
@@ -240,14 +241,14 @@ def test_ranks_that_cannot_reach_each_other_all_say_so(monkeypatch: pytest.Monke
 
 def test_an_address_where_somebody_else_listens_is_left_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordination, "_WELCOME_S", 0.2)
-    real = connections.Connections.listen
+    real = io_thread.Connections.listen
     with socket.create_server(("127.0.0.2", 0)) as other:
 
-        def listen(board: connections.Connections, hosts: list[str], ports: range) -> None:
+        def listen(board: io_thread.Connections, hosts: list[str], ports: range) -> None:
             real(board, hosts, ports)
             board.addresses.insert(0, other.getsockname())
 
-        monkeypatch.setattr(connections.Connections, "listen", listen)
+        monkeypatch.setattr(io_thread.Connections, "listen", listen)
         with ranks_in_threads(2) as ranks:
             assert_went_well(say_all(begin(ranks)))
 
@@ -276,7 +277,7 @@ def test_versions_that_do_not_understand_each_other_are_refused_on_all(monkeypat
     )
     for outcome in outcomes:
         assert type(outcome) is ConfigError
-        assert f"0.2 and 0.1 (protocols {connections.PROTOCOL} and 0)" in str(outcome)
+        assert f"0.2 and 0.1 (protocols {frames.PROTOCOL} and 0)" in str(outcome)
 
 
 def test_ranks_need_time() -> None:

@@ -34,8 +34,10 @@ from support.ranks_in_threads import (
     wait_for,
 )
 
-from fastpersist.distributed import connections, coordination
-from fastpersist.distributed.connections import IO_THREAD, MESSAGE, PULSE, frame
+from fastpersist.distributed import coordination
+from fastpersist.distributed.connections import connection, io_thread
+from fastpersist.distributed.connections.frames import MESSAGE, PULSE, frame
+from fastpersist.distributed.connections.io_thread import IO_THREAD
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import (
@@ -170,7 +172,8 @@ def test_a_peer_that_does_not_read_runs_into_the_deadline(deaf: int) -> None:
 def test_a_peer_that_does_not_read_is_not_taken_for_a_machine_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     large = bytes(48 << 20)
     with ranks_in_threads(2) as ranks:
-        monkeypatch.setattr(connections, "_SILENT_MACHINE_S", 0.2)
+        for module in (connection, io_thread):
+            monkeypatch.setattr(module, "SILENT_MACHINE_S", 0.2)
         first, other = begin(ranks)
         ranks[0].connections.send(frame(MESSAGE, 1, large), [1])  # its window is closed from now on
         end_s = time.monotonic() + 2.0
@@ -274,9 +277,11 @@ def test_what_is_offered_and_lost_on_its_way_is_told_again_to_who_asks() -> None
 
     with ranks_in_threads(2) as ranks:
         first = ranks[0].begin(SUBJECT)
-        first.offer(b"here")
-        first.announce()
-        with lose_on_this_side_only(ranks[1]) as kept:
+        with ranks[1].connections.lock:  # its I/O thread does not read the offer meanwhile
+            first.offer(b"here")
+            first.announce()
+            lost = lose_on_this_side_only(ranks[1])
+        with lost as kept:
             kept.setblocking(True)
             assert b"here" in kept.recv(1 << 16)
             other = ranks[1].begin(SUBJECT)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.distributed.node_local.exchange import Piece, _Taking, cut_pieces, structure_of, writing_to
+from fastpersist.distributed.node_local.exchange import Piece, _Taking, cut_pieces, structure_of, takers_of, writing_to
 from fastpersist.distributed.partition import CUT_BYTES_MIN
 from fastpersist.formats import torch_zip
-from fastpersist.formats.byte_ranges import Extent, without
+from fastpersist.formats.byte_ranges import Extent, merged, overlaps, without
 from fastpersist.formats.split_manifest import Part
 from fastpersist.loading.part_files import OpenPart
 from fastpersist.transfer.reader import Extents
@@ -65,6 +65,10 @@ def test_pieces_are_all_that_is_wanted_each_byte_once_from_who_holds_it(
         assert 0 < piece.size_bytes <= PIECE
         assert not without(Extent(piece.offset_bytes, piece.size_bytes), part.extents)
     assert cut_pieces(wants[::-1], parts, holders, PIECE) == pieces, "all ranks cut alike"
+    for piece, takers in zip(pieces, takers_of(pieces, wants), strict=True):
+        bytes_of_it = Extent(piece.offset_bytes, piece.size_bytes)
+        wanting = [rank for rank, want in enumerate(wants) if any(overlaps(bytes_of_it, merged(want)))]
+        assert takers == [rank for rank in wanting if rank != piece.holder]
 
 
 def test_holders_take_turns() -> None:

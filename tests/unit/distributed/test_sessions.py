@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -290,7 +291,7 @@ def test_a_rank_that_is_killed_while_it_is_late_is_noticed_at_once() -> None:
     with ranks_in_processes(2, {1: evaluate}) as (own, children):
         session = own.begin(SUBJECT)
         wait_for(children[1], 0)
-        threading.Timer(0.3, children[1].kill).start()
+        threading.Timer(0.3, os.kill, (children[1].pid, signal.SIGKILL)).start()
         since_s = time.monotonic()
         with pytest.raises(PeerError) as caught:
             session.gather(b"")

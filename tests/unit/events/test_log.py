@@ -135,6 +135,23 @@ def test_events_before_the_root_is_made_come_later(tmp_path: Path) -> None:
     assert [event.kind for event in read_events(root)] == ["save_begun", "committed"]
 
 
+def test_nothing_is_written_to_the_directory_below_a_root_that_is_unmounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mount(device: int) -> None:
+        monkeypatch.setattr(log, "_device_of", lambda path: device)
+
+    mount(1)
+    of_root = EventLog(str(tmp_path), 0)
+    of_root.append(event_at(1.0, tmp_path))
+    mount(2)
+    of_root.append(event_at(2.0, tmp_path))
+    assert [event.time_s for event in read_events(tmp_path)] == [1]
+    (tmp_path / ".lock").touch()  # mounted again, as another device
+    of_root.append(event_at(3.0, tmp_path))
+    assert [event.time_s for event in read_events(tmp_path)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
 def test_error_of_the_disk_is_logged_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"

@@ -12,7 +12,7 @@ from support.sameness import assert_same, portrait
 from support.specimens import Network
 
 import fastpersist as fp
-from fastpersist.loading.renaming import regrouped, renamed
+from fastpersist.loading.renaming import nested_for, regrouped, renamed
 
 
 def network(seed: int) -> Network:
@@ -50,6 +50,44 @@ def test_a_dict_in_itself_ends() -> None:
     held: dict[str, Any] = {"a": 1}
     held["self"] = held
     assert renamed("file", held, lambda name: name)["a"] == 1
+
+
+MODEL, OPTIMIZER = torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
+@pytest.mark.parametrize(
+    ("held", "rename", "targets", "expected"),
+    [
+        ({"m": {"module.a.b": 1}, "s": 2}, {"m.module.": "m."}, {"m": MODEL}, {"s": 2, "m": {"a.b": 1}}),
+        ({"module.a.b": 1, "s": 2}, {"module.": "m."}, {"m": MODEL}, {"s": 2, "m": {"a.b": 1}}),
+        ({"m": {"a": 1, "b": 2}}, {"m.a": "x"}, {"m": MODEL}, {"x": 1, "m": {"b": 2}}),
+        ({"m": {"a": 1, "b": 2}}, {"m.a": "n.c"}, {"m": MODEL, "n": {"c": 0}}, {"n": {"c": 1}, "m": {"b": 2}}),
+        (
+            {"o": {"state": {"module.w": {"avg": 1}}, "param_groups": [2]}},
+            {"o.state.module.": "o.state."},
+            {"o": OPTIMIZER},
+            {"o": {"state": {"w": {"avg": 1}}, "param_groups": [2]}},
+        ),
+        (
+            {"old": {"state": {0: {"avg": 1}}, "param_groups": [2]}},
+            {"old": "new"},
+            {"new": OPTIMIZER},
+            {"new": {"state": {0: {"avg": 1}}, "param_groups": [2]}},
+        ),
+        ({"a": {"0": 1, 0: 2}}, {"a": "b"}, {"b": {"0": 0, 0: 0}}, {"b": {"0": 1, 0: 2}}),
+    ],
+)
+def test_what_has_a_new_name_lies_where_its_target_expects_it(
+    held: dict[str, Any], rename: dict[str, str], targets: dict[str, object], expected: dict[str, Any]
+) -> None:
+    assert nested_for("file", held, rename, targets) == expected
+
+
+def test_entries_in_which_no_name_changes_stay_what_they_are() -> None:
+    held = {"kept": {"a": {0: 1}}, "left": {"b": 1}}
+    found = nested_for("file", held, lambda name: None if name == "left.b" else name, {})
+    assert found == {"kept": {"a": {0: 1}}}
+    assert found["kept"] is held["kept"]
 
 
 def test_a_loaded_file_has_the_new_names(tmp_path: Path) -> None:

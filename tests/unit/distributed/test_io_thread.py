@@ -34,8 +34,8 @@ from support.ranks_in_threads import (
 )
 
 from fastpersist import _native
-from fastpersist.distributed import connections
-from fastpersist.distributed.connections import FAILED, MESSAGE, PROTOCOL, frame
+from fastpersist.distributed.connections import io_thread
+from fastpersist.distributed.connections.frames import FAILED, HELLO, MESSAGE, PROOF, PROTOCOL, WELCOME, frame
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.errors import (
     CoordinationError,
@@ -45,7 +45,6 @@ from fastpersist.errors import (
 # --- strangers
 
 
-HELLO, WELCOME, PROOF = 3, 4, 10
 NONCE = bytes(32)
 
 
@@ -78,7 +77,7 @@ def test_a_stranger_is_not_let_in_and_disturbs_nobody(
     said: bytes, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leak_check: None
 ) -> None:
     if not why:
-        monkeypatch.setattr(connections, "_STRANGER_S", 0.2)
+        monkeypatch.setattr(io_thread, "_STRANGER_S", 0.2)
     with (
         ranks_in_threads(2) as ranks,
         socket.create_connection(ranks[0].connections.addresses[0], timeout=TIMEOUT_S) as stranger,
@@ -113,15 +112,15 @@ class Relay:
 
     def stand_between(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have the ranks that meet from now on be told this one's address."""
-        listen = connections.Connections.listen
+        listen = io_thread.Connections.listen
 
-        def listen_behind(board: connections.Connections, hosts: list[str], ports: range) -> None:
+        def listen_behind(board: io_thread.Connections, hosts: list[str], ports: range) -> None:
             listen(board, hosts, ports)
             thread = threading.Thread(target=self._pass_on, args=board.addresses)
             board.addresses = [self._listener.getsockname()]
             self._start(thread)
 
-        monkeypatch.setattr(connections.Connections, "listen", listen_behind)
+        monkeypatch.setattr(io_thread.Connections, "listen", listen_behind)
 
     def close(self) -> None:
         for one in self._open:
@@ -202,7 +201,9 @@ def test_who_passes_on_what_the_ranks_say_gets_no_word_of_his_own_taken(
     relay.stand_between(monkeypatch)
     with contextlib.closing(relay), ranks_in_threads(2) as ranks:
         outcomes = say_all(begin(ranks))
-        assert_failed(outcomes[0], 1, "connection was lost")
+        # Rank 1 may tell of it over its next connection before rank 0 sees the end of this one.
+        told = "it had lost its connection" in str(outcomes[0])
+        assert_failed(outcomes[0], 1, "it had lost its connection to rank 0" if told else "connection was lost")
         assert_failed(outcomes[1], 0, "connection was lost")
         assert any("no message of ours" in str(outcome) for outcome in outcomes)
 
@@ -234,8 +235,9 @@ def test_who_answers_in_the_place_of_rank_0_is_told_nothing_and_not_believed(ans
         assert "does not know the token" in str(caught.value) or "no message of ours" in str(caught.value)
         assert heard[:5] == frame(HELLO)[:5]
         assert len(heard) == len(hello(1))
-        ranks[1].connections.addresses = own
-        ranks[1].connections.drop(0)  # it may have come to the impostor again
+        with ranks[1].connections._connecting:  # its I/O thread may be on its way to the impostor again
+            ranks[1].connections.addresses = own
+            ranks[1].connections.drop(0)
         ranks[0].begin(SUBJECT)
         session.fail(caught.value)
         assert_went_well(say_all(begin(ranks)))
@@ -409,14 +411,3 @@ def test_ports_that_cannot_be_had_are_an_error_on_all_ranks(monkeypatch: pytest.
         with pytest.raises(CoordinationError, match=r"rank 0 cannot listen.*FASTPERSIST_PORTS"):
             with ranks_in_threads(2):
                 pass
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_connection_that_rank_0_closes_at_once_is_not_left_open() -> None:
-    made = socket.socket()  # not connected any more: getpeername() raises
-    try:
-        with pytest.raises(OSError):  # noqa: PT011 - the kernel's, whichever it is
-            connections._connection(made, b"", 1)
-        assert made.fileno() == -1
-    finally:
-        made.close()
