@@ -83,7 +83,7 @@ def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engin
     structure = _read_structure(source, wanted)
     pairs, keys = _match(source.path, structure.stored, wanted, ties=source.kind == "safetensors")
     if verify:
-        _verify_all(source, engine, read_extents)
+        _verify_all(source, engine, read)
     extra_states = _load_extra_states(source, structure, wanted, engine, read)
     read(source.fd, source.path, Extents(), engine=engine)  # raises if another rank has failed so far
     _fill([(source, pairs)], engine, read)
