@@ -38,7 +38,6 @@ from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import PendingSave
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.progress import showing_progress
-from fastpersist.transfer.reader import showing_reads
 from fastpersist.transfer.torch_boundary import stock_load, untraced
 
 if TYPE_CHECKING:
@@ -311,14 +310,13 @@ def load(
     else:
         load_source = load_checkpoint if keys is None else partial(load_chosen, keys=keys)
         with reader_for(process_group, name) as read, CheckpointSource(name) as source:
-            with showing_progress(source.path, source.size_bytes, progress) as poll:
+            with showing_progress(source.path, source.size_bytes, progress):
                 loaded = load_source(
                     source,
                     map_location=map_location,
                     weights_only=weights_only,
                     verify=verify,
                     engine=engine,
-                    poll=poll,
                     read=read,
                     mapped=mmap,
                 )
@@ -371,7 +369,7 @@ def load_into(
             the module has saved, {"state_dict.model.": ""} for a state inside of another. For targets of tensors and
             Modules. All messages have the new names.
         verify: Check the CRCs of the whole file before the target changes. The file is then read twice.
-        progress: Show bytes, rate and remaining time on standard error; not with several ranks.
+        progress: Show bytes, rate and remaining time on standard error; of what this rank reads.
         engine: "auto", or an engine's name, which then never falls back.
         process_group: Read the same file (no directory) with all ranks of this group; all of them call this, each with
             a target of its own. As in `load`, it returns on all ranks or raises on all. What one rank finds wrong
@@ -417,8 +415,7 @@ def load_into(
             read = stack.enter_context(reader_for(process_group, name))
             source = stack.enter_context(CheckpointSource(name))
             size_bytes = source.size_bytes
-            if process_group is None:
-                read = stack.enter_context(showing_reads(name, size_bytes * (1 + verify), progress))
+            stack.enter_context(showing_progress(name, size_bytes * (1 + verify), progress))
             if has_only_tensors:
                 passed_over = fill_target(source, wanted, verify=verify, engine=engine, read=read)
             elif source.kind == "safetensors":
@@ -465,12 +462,12 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     """
     name = local_path(path)
     if os.path.isdir(name):
-        with showing_progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress) as poll:
-            return directory_inspection.verify_directory(name, engine=engine, poll=poll, explain=_with_damaged_shards)
+        with showing_progress(name, directory_inspection.directory_bytes(name) if progress else 0, progress):
+            return directory_inspection.verify_directory(name, engine=engine, explain=_with_damaged_shards)
     with CheckpointSource(name) as source:
-        with showing_progress(source.path, source.size_bytes, progress) as poll:
-            listed = directory_inspection.verify_listed(name, engine=engine, poll=poll)
-            return file_inspection.verify_source(source, engine=engine, poll=poll) if listed is None else listed
+        with showing_progress(source.path, source.size_bytes, progress):
+            listed = directory_inspection.verify_listed(name, engine=engine)
+            return file_inspection.verify_source(source, engine=engine) if listed is None else listed
 
 
 def _with_damaged_shards(report: VerifyReport) -> VerifyReport:

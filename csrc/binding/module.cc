@@ -25,6 +25,7 @@
 #include "core/file.h"
 #include "core/fork.h"
 #include "core/memory.h"
+#include "core/value_statistics.h"
 #include "engine/engine.h"
 #include "transfer/file_reader.h"
 #include "transfer/file_writer.h"
@@ -378,6 +379,31 @@ uint32_t CrcOfBuffer(const py::buffer& data, uint32_t crc) {
   return Crc32(crc, static_cast<const std::byte*>(info.ptr), static_cast<size_t>(info.size * info.itemsize));
 }
 
+ValueType ValueTypeOf(std::string_view dtype) {
+  if (dtype == "float16") return ValueType::kFloat16;
+  if (dtype == "bfloat16") return ValueType::kBFloat16;
+  if (dtype == "float32") return ValueType::kFloat32;
+  if (dtype == "float64") return ValueType::kFloat64;
+  throw py::value_error("there is no arithmetic for values of " + std::string(dtype));
+}
+
+auto CompareMemory(std::string_view dtype, uintptr_t a, uintptr_t b, size_t count) {
+  const ValueType type = ValueTypeOf(dtype);
+  const ReleasedGil released;
+  const ValueDifference found =
+      CompareValues(type, reinterpret_cast<const std::byte*>(a), reinterpret_cast<const std::byte*>(b), count);
+  return std::make_tuple(found.differing_count, found.max_abs, found.max_rel,
+                         std::make_pair(found.nan_count_a, found.nan_count_b),
+                         std::make_pair(found.inf_count_a, found.inf_count_b));
+}
+
+auto SummarizeMemory(std::string_view dtype, uintptr_t values, size_t count) {
+  const ValueType type = ValueTypeOf(dtype);
+  const ReleasedGil released;
+  const ValueSummary found = SummarizeValues(type, reinterpret_cast<const std::byte*>(values), count);
+  return std::make_tuple(found.nan_count, found.inf_count, found.min, found.max, found.sum, found.square_sum);
+}
+
 }  // namespace
 
 std::shared_ptr<const py::object> Shared(const py::object& object) {
@@ -592,6 +618,10 @@ PYBIND11_MODULE(_native, m) {
   m.def("combine_runs", &CombineRuns, py::arg("runs"), py::arg("size_bytes"));
   m.def("combine_crc32", &CombineCrc32, py::arg("first"), py::arg("second"), py::arg("second_size_bytes"));
   m.def("crc32_implementation", &Crc32Implementation);
+
+  m.def("compare_values", &CompareMemory, py::arg("dtype"), py::arg("a_address"), py::arg("b_address"),
+        py::arg("count"));
+  m.def("summarize_values", &SummarizeMemory, py::arg("dtype"), py::arg("address"), py::arg("count"));
 
   m.attr("NO_CRC") = PieceList::kNoCrc;
   m.def("engine_names", &EngineNames);

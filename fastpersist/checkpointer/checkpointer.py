@@ -646,8 +646,8 @@ class Checkpointer:
             verify: Check every CRC, also of entries that are not loaded; with `into`, before any target changes.
                 Without it, a byte that has changed on the disk is loaded as it is, unless it breaks the structure of
                 the file; of a sharded step, only pieces that one rank reads as a whole are checked.
-            progress: Show bytes, rate and remaining time on standard error; not with several ranks, nor of a sharded
-                step.
+            progress: Show bytes, rate and remaining time on standard error, of what this rank reads: with several ranks
+                one of them may show it. Of a sharded step that is taken to be an equal share.
             strict: Raise if the newest step is damaged, instead of going back to an older one.
             weights_only: Build nothing but tensors and plain containers. Pass False only for files that you trust.
             on_resize: Called if the step was saved by another number of ranks, and any of them has saved a rank_state:

@@ -53,12 +53,14 @@ from fastpersist.formats.manifest import (
 from fastpersist.formats.split_manifest import COPY_NAME, PARTS_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
 from fastpersist.loading.conversion import converted, require_floating
+from fastpersist.loading.directory_inspection import directory_bytes
 from fastpersist.loading.part_files import read_record
 from fastpersist.loading.renaming import Rename, renamed
 from fastpersist.loading.restore import load_state
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.saving.refused_globals import warn_caller
-from fastpersist.transfer.reader import Read, read_extents, showing_reads
+from fastpersist.transfer.progress import showing_progress
+from fastpersist.transfer.reader import Read, read_extents
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -401,20 +403,21 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
     rename = options.rename if options.into else None
     wanted = {"into": options.into, "keys": options.keys_without(own_names), "rename": rename}
     if found.are_shards:
-        state = found.shards_loader(options.engine)(
-            **wanted,
-            map_location=options.map_location,
-            verify=options.verify,
-            weights_only=options.weights_only,
-            engine=options.engine,
-        )
+        is_shown = options.progress and os.path.isdir(found.path)  # its parts may all be elsewhere
+        share_bytes = directory_bytes(found.path) // options.count if is_shown else 0
+        with showing_progress(found.path, share_bytes, is_shown):
+            state = found.shards_loader(options.engine)(
+                **wanted,
+                map_location=options.map_location,
+                verify=options.verify,
+                weights_only=options.weights_only,
+                engine=options.engine,
+            )
     else:
 
         def read_state(source: CheckpointSource, read: Read) -> Any:
-            if not options.progress or options.process_group is not None:
+            with showing_progress(found.path, source.size_bytes * (1 + options.verify), options.progress):
                 return read_file(STATE_NAME, source, read, **wanted)
-            with showing_reads(found.path, source.size_bytes * (1 + options.verify), True) as counted:
-                return read_file(STATE_NAME, source, counted, **wanted)
 
         state = found.load(STATE_NAME, read_state)
     state = options.adapted(found.path, state)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastpersist import _native
 from fastpersist.contents.pieces import read_pieces
-from fastpersist.contents.statistics import can_be_widened, in_parts
+from fastpersist.contents.statistics import NATIVE_FLOATS, can_be_widened, in_parts
 from fastpersist.contents.stored import Contents, Stored
 from fastpersist.formats.names import is_wanted
 
@@ -53,6 +54,20 @@ class TensorDifference:
 
     def add(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         """Compare more elements."""
+        if (name := NATIVE_FLOATS.get(self.dtype)) is not None:
+            self._add_floats(_native.compare_values(name, ours.data_ptr(), theirs.data_ptr(), len(ours)))
+        else:
+            self._add_others(ours, theirs)
+
+    def _add_floats(self, found: tuple[int, float, float, tuple[int, int], tuple[int, int]]) -> None:
+        differing_count, max_abs, max_rel, (nan_a, nan_b), (inf_a, inf_b) = found
+        self.differing_count += differing_count
+        self.max_abs = max(self.max_abs, max_abs)
+        self.max_rel = max(self.max_rel, max_rel)
+        self.nan_counts = (self.nan_counts[0] + nan_a, self.nan_counts[1] + nan_b)
+        self.inf_counts = (self.inf_counts[0] + inf_a, self.inf_counts[1] + inf_b)
+
+    def _add_others(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         differ = _bits(ours) ^ _bits(theirs)
         if differ.dim() > 1:
             differ = differ.any(-1)

@@ -9,10 +9,19 @@ from dataclasses import dataclass
 
 import torch
 
+from fastpersist import _native
 from fastpersist.contents.pieces import read_pieces
 from fastpersist.contents.stored import Stored
 
-__all__ = ["Statistics", "can_be_widened", "in_parts", "iter_statistics"]
+__all__ = ["NATIVE_FLOATS", "Statistics", "can_be_widened", "in_parts", "iter_statistics"]
+
+NATIVE_FLOATS = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+"""What the native module calculates with, by its names."""
 
 _PART_COUNT = (1 << 15) - 64
 """Elements that are calculated with at a time: their copies stay in the processor's cache, and torch uses threads from
@@ -50,23 +59,26 @@ class Statistics:
         if values.dtype.is_complex:
             values = torch.view_as_real(values).double() if values.dtype is not torch.complex32 else _parts_of(values)
             nan, infinite = values.isnan().any(-1), values.isinf().any(-1)
-            self._drop(nan, infinite & ~nan)
+            self.nan_count += int(nan.sum())
+            self.inf_count += int((infinite & ~nan).sum())
             values = values[~(nan | infinite)]
             self.finite_count += len(values)
             self._squares += float(values.square().sum())
             return
         if not values.dtype.is_floating_point:
-            self._add_finite(values.to(torch.int64) if values.dtype is not torch.uint64 else values.double())
+            if values.dtype is not torch.uint64:
+                values = values.to(torch.int64)
+            doubles = values.double()
+            low, high = values.amin().item(), values.amax().item()
+            self._add_finite(len(values), low, high, float(doubles.sum()), float(doubles.square().sum()))
             return
-        narrow = values if values.dtype is torch.float64 else values.float()  # halves the time for min and max
-        doubles = values.double()
-        total = float(doubles.sum())
-        if not math.isfinite(total):
-            nan, infinite = narrow.isnan(), narrow.isinf()
-            self._drop(nan, infinite)
-            self._add_finite(narrow[~(nan | infinite)])
-        else:
-            self._add_finite(narrow, doubles, total)
+        name = NATIVE_FLOATS.get(values.dtype)
+        if name is None:  # of 8 bits
+            name, values = "float32", values.float()
+        nan_count, inf_count, low, high, total, squares = _native.summarize_values(name, values.data_ptr(), len(values))
+        self.nan_count += nan_count
+        self.inf_count += inf_count
+        self._add_finite(len(values) - nan_count - inf_count, low, high, total, squares)
 
     def finish(self) -> None:
         """Make mean and norm of what was counted."""
@@ -74,24 +86,14 @@ class Statistics:
         if self.finite_count and not self.tensor.dtype.is_complex:
             self.mean = self._sum / self.finite_count
 
-    def _drop(self, nan: torch.Tensor, infinite: torch.Tensor) -> None:
-        self.nan_count += int(nan.sum())
-        self.inf_count += int(infinite.sum())
-
-    def _add_finite(
-        self, values: torch.Tensor, doubles: torch.Tensor | None = None, total: float | None = None
-    ) -> None:
-        """Count finite elements; the same as doubles, and their sum, if they are known."""
-        if not len(values):
+    def _add_finite(self, count: int, low: float, high: float, total: float, squares: float) -> None:
+        if not count:
             return
-        low, high = values.amin().item(), values.amax().item()
         self.min = low if self.min is None else min(self.min, low)
         self.max = high if self.max is None else max(self.max, high)
-        self.finite_count += len(values)
-        if doubles is None:
-            doubles = values.double()
-        self._sum += float(doubles.sum()) if total is None else total
-        self._squares += float(doubles.square().sum())
+        self.finite_count += count
+        self._sum += total
+        self._squares += squares
 
 
 def _parts_of(values: torch.Tensor) -> torch.Tensor:
@@ -110,9 +112,9 @@ def can_be_widened(dtype: torch.dtype) -> bool:
     return True
 
 
-def in_parts(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cut elements into parts that are small enough to be widened."""
-    return iter(values.split(_PART_COUNT)) if len(values) else iter(())
+def in_parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut elements into parts that are small enough to be widened; what need not be stays whole."""
+    return [values] if values.dtype in NATIVE_FLOATS else values.split(_PART_COUNT)
 
 
 def iter_statistics(

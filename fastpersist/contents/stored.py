@@ -136,7 +136,7 @@ class Contents:
 
 @contextmanager
 def open_contents(path: str, *, engine: str = "auto", like: Contents | None = None) -> Iterator[Contents]:
-    """Give what a source holds, while its files are open.
+    """Give what a source holds, while its files are open. Python's garbage collector rests meanwhile.
 
     Args:
         path: A file of torch.save, of safetensors or of ours; a directory of safetensors; or the directory of a step or
@@ -154,7 +154,7 @@ def open_contents(path: str, *, engine: str = "auto", like: Contents | None = No
     Thread safety: each caller gets objects of its own.
     """
     contents = Contents(path, scanned={} if like is None else like.scanned)
-    with ExitStack() as stack:
+    with no_garbage_collection(), ExitStack() as stack:
         if not os.path.isdir(path):
             _add_file(contents, stack, CheckpointSource(path), "", engine)
         elif os.path.lexists(os.path.join(path, MANIFEST_NAME)):
@@ -253,7 +253,6 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
-@no_garbage_collection()
 def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFile, prefix: str) -> None:
     entries, has_checksums = source.directory.entries, source.directory.has_checksums
     try:

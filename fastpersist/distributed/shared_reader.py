@@ -63,7 +63,6 @@ from fastpersist.errors import (
 )
 from fastpersist.formats.byte_ranges import ByteRange, Extent, merged
 from fastpersist.transfer.engine_selection import require_engine
-from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, ReadResult, read_extents
 
 if TYPE_CHECKING:
@@ -234,9 +233,7 @@ class SharedReader:
         """How many ranks there are."""
         return self._count
 
-    def __call__(
-        self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
-    ) -> ReadResult:
+    def __call__(self, fd: int, path: str, extents: Extents, *, engine: str = "auto") -> ReadResult:
         """Read extents together with the other ranks; without extents, only take part in a round.
 
         Args: as in `read_extents`.
@@ -247,14 +244,14 @@ class SharedReader:
             ConfigError, UnsupportedError, StorageError: As in `read_extents`.
         """
         if self._count == 1:
-            return read_extents(fd, path, extents, engine=engine, poll=poll)
+            return read_extents(fd, path, extents, engine=engine)
         way = self._agreed_way(fd, path, extents, engine)
         _log.debug("rank %d of %d reads %s: %s", self._rank, self._count, path, way.name)
         if way.name == "divide":
-            return self._divide(fd, path, extents, engine, poll)
+            return self._divide(fd, path, extents, engine)
         if way.name == "ahead":
-            return _read_ahead(fd, path, extents, way, poll)
-        return read_extents(fd, path, extents, engine=engine, poll=poll)
+            return _read_ahead(fd, path, extents, way)
+        return read_extents(fd, path, extents, engine=engine)
 
     # --- agreeing
 
@@ -349,11 +346,11 @@ class SharedReader:
             )
         self._compared = True
 
-    def _divide(self, fd: int, path: str, extents: Extents, engine: str, poll: Poll | None) -> ReadResult:
+    def _divide(self, fd: int, path: str, extents: Extents, engine: str) -> ReadResult:
         """Read this rank's share for its CRCs, and learn those of the others."""
         places = extents.places()
         shares = cut_places(places, self._count)
-        result = read_extents(fd, path, extents.parts(shares[self._rank]), engine=engine, poll=poll)
+        result = read_extents(fd, path, extents.parts(shares[self._rank]), engine=engine)
         crcs = _Crcs(len(places))
         for share, said in zip(shares, self._say(_Said("shared", path, crcs=tuple(result.crcs))), strict=True):
             if len(share) != len(said.crcs):
@@ -365,14 +362,13 @@ class SharedReader:
 # --------------------------------------------------------------------------------------------- reading ahead
 
 
-def _read_ahead(fd: int, path: str, extents: Extents, way: _Way, poll: Poll | None) -> ReadResult:
+def _read_ahead(fd: int, path: str, extents: Extents, way: _Way) -> ReadResult:
     """Read everything through the page cache, and have the kernel read this rank's share of the next window into it."""
     places = extents.places()
     total_bytes = sum(size_bytes for _, size_bytes in places)
     windows = cut_places(places, max(1, -(-total_bytes // _WINDOW_BYTES)))
     crcs = _Crcs(len(places))
     used = ""
-    done_bytes = 0
 
     def ahead(window: list[ByteRange]) -> None:
         found = [(places[part.source][0] + part.from_bytes, part.size_bytes) for part in window]
@@ -388,16 +384,10 @@ def _read_ahead(fd: int, path: str, extents: Extents, way: _Way, poll: Poll | No
     for number, window in enumerate(windows):
         if number + 1 < len(windows):
             ahead(windows[number + 1])
-        behind = _polled_behind(poll, done_bytes)
-        result = read_extents(fd, path, extents.parts(window), engine="threads-buffered", poll=behind)
+        result = read_extents(fd, path, extents.parts(window), engine="threads-buffered")
         crcs.add(window, result.crcs)
         used = result.engine or used
-        done_bytes += sum(part.size_bytes for part in window)
     return ReadResult(crcs.combined(), used)
-
-
-def _polled_behind(poll: Poll | None, done_before_bytes: int) -> Poll | None:
-    return None if poll is None else lambda done_bytes: poll(done_before_bytes + done_bytes)
 
 
 # --------------------------------------------------------------------------------------------- parts

@@ -41,7 +41,6 @@ from fastpersist.formats.split_manifest import COPY_NAME
 from fastpersist.loading.checkpoint_file import open_file
 from fastpersist.loading.file_inspection import Damage, Manifest, VerifyReport, inspect_source, verify_source
 from fastpersist.loading.part_files import read_record
-from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
@@ -103,15 +102,12 @@ def inspect_directory(path: str, *, add_shards: AddShards = lambda found: found)
     )
 
 
-def verify_directory(
-    path: str, *, engine: str, poll: Poll | None, explain: Explain = lambda report: report
-) -> VerifyReport:
+def verify_directory(path: str, *, engine: str, explain: Explain = lambda report: report) -> VerifyReport:
     """Read everything in a checkpoint directory or a root and tell what is wrong; see `fastpersist.verify`.
 
     Args:
         path: A directory with a MANIFEST.json, or one with step-* directories.
         engine: "auto", or an engine's name.
-        poll: Called with the bytes read so far, of `directory_bytes(path)`.
         explain: Adds what is damaged inside a checkpoint to its report, whose `path` is the present place.
 
     Raises:
@@ -121,9 +117,8 @@ def verify_directory(
 
     Thread safety: any thread.
     """
-    done = _Done(poll)
     if _is_checkpoint(path):
-        return _verify_checkpoint(path, engine, done, explain)
+        return _verify_checkpoint(path, engine, explain)
     _require_root(path)
     damages: list[Damage] = []
     notes: list[str] = []
@@ -132,7 +127,7 @@ def verify_directory(
     has_checksums = bool(steps)
     for name, step_path in steps:
         try:
-            report = _verify_checkpoint(step_path, engine, done, explain)
+            report = _verify_checkpoint(step_path, engine, explain)
         except CheckpointNotFoundError as error:
             if os.path.lexists(step_path):
                 damages.append(Damage(f"{name}: {error}", file=name))
@@ -149,13 +144,12 @@ def verify_directory(
     return VerifyReport(path, tuple(damages), checked_bytes, has_checksums, _leftovers(path), tuple(notes))
 
 
-def verify_listed(path: str, *, engine: str, poll: Poll | None) -> VerifyReport | None:
+def verify_listed(path: str, *, engine: str) -> VerifyReport | None:
     """Verify a safetensors file by the manifest beside it: the file itself has no CRC of its header.
 
     Args:
         path: The file.
         engine: "auto", or an engine's name.
-        poll: Called with the bytes read so far.
 
     Returns:
         None if no manifest beside it has a CRC of such a file.
@@ -178,7 +172,7 @@ def verify_listed(path: str, *, engine: str, poll: Poll | None) -> VerifyReport 
             if entry.name == name and entry.crc32 is not None:
                 if problem := _size_problem(held.place, entry):
                     return VerifyReport(path, (Damage(problem),), 0, True)
-                return dataclasses.replace(_verify_file(held, entry, engine, _Done(poll)), path=path)
+                return dataclasses.replace(_verify_file(held, entry, engine), path=path)
     return None
 
 
@@ -364,37 +358,19 @@ def _tensor_files(files: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
 # --------------------------------------------------------------------------------------------- verify
 
 
-class _Done:
-    """Adds up the progress of several files."""
-
-    def __init__(self, poll: Poll | None) -> None:
-        self._poll = poll
-        self._before_bytes = 0
-
-    def poll(self, done_bytes: int) -> None:
-        """Report how many bytes of the present file have been read."""
-        if self._poll is not None:
-            self._poll(self._before_bytes + done_bytes)
-
-    def add(self, size_bytes: int) -> None:
-        """Count a file as done."""
-        self._before_bytes += size_bytes
-        self.poll(0)
-
-
-def _verify_checkpoint(path: str, engine: str, done: _Done, explain: Explain) -> VerifyReport:
+def _verify_checkpoint(path: str, engine: str, explain: Explain) -> VerifyReport:
     try:
         if os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
             raise FormatError("it is missing: the checkpoint was never finished, or is damaged")
         with _held(path) as (held, manifest):
-            report = _verify_files(held, manifest, engine, done)
+            report = _verify_files(held, manifest, engine)
             return dataclasses.replace(explain(dataclasses.replace(report, path=held.place)), path=path)
     except FormatError as error:
         damage = Damage(f"{MANIFEST_NAME}: {error.message}", file=MANIFEST_NAME, offset_bytes=error.offset_bytes)
         return VerifyReport(path, (damage,), 0, False)
 
 
-def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str, done: _Done) -> VerifyReport:
+def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str) -> VerifyReport:
     damages: list[Damage] = []
     checked_bytes = 0
     has_checksums = bool(manifest.files)
@@ -402,7 +378,7 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
         try:
             problem = _size_problem(held.place, entry)
             if problem is None:
-                report = _verify_file(held, entry, engine, done)
+                report = _verify_file(held, entry, engine)
                 damages += report.damages
                 checked_bytes += report.checked_bytes
                 has_checksums = has_checksums and report.has_checksums
@@ -410,7 +386,6 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
             problem = held.named(f"{entry.name} cannot be read: {error}")
         if problem is not None:
             damages.append(Damage(problem, file=entry.name))
-        done.add(entry.size_bytes)
     notes: tuple[str, ...] = ()
     try:
         notes = _surplus(held, manifest)
@@ -419,7 +394,7 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
     return VerifyReport(held.path, tuple(damages), checked_bytes, has_checksums, notes=notes)
 
 
-def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done) -> VerifyReport:
+def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str) -> VerifyReport:
     """Compare the CRC of a file; if it differs, or there is none, check the CRCs inside the file."""
     file_path = os.path.join(held.path, entry.name)
     crc = None
@@ -427,14 +402,14 @@ def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str, done: _Done
         if entry.crc32 is not None:
             extents = Extents()
             extents.add_checked(0, entry.size_bytes)
-            (crc,) = read_extents(source.fd, file_path, extents, engine=engine, poll=done.poll).crcs
+            (crc,) = read_extents(source.fd, file_path, extents, engine=engine).crcs
             if crc == entry.crc32:
                 return VerifyReport(file_path, (), entry.size_bytes, True)
         own_damages: tuple[Damage, ...] = ()
         checked_bytes = entry.size_bytes if crc is not None else 0
         has_checksums = crc is not None
         if entry.name.endswith(_TENSOR_SUFFIXES) and source.kind != "other":
-            inside = verify_source(source, engine=engine, poll=None if has_checksums else done.poll)
+            inside = verify_source(source, engine=engine)
             own_damages = inside.damages
             if crc is None:
                 checked_bytes, has_checksums = inside.checked_bytes, inside.has_checksums

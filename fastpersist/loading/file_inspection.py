@@ -14,7 +14,6 @@ from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.torch_zip import header_damages
 from fastpersist.loading.checkpoint_file import CheckpointSource
-from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = ["Damage", "Manifest", "TensorEntry", "VerifyReport", "inspect_source", "verify_source"]
@@ -234,28 +233,28 @@ def _inspect_torch_zip(source: CheckpointSource) -> Manifest:
     )
 
 
-def verify_source(source: CheckpointSource, *, engine: str, poll: Poll | None) -> VerifyReport:
+def verify_source(source: CheckpointSource, *, engine: str) -> VerifyReport:
     """Read an open file and tell what is wrong; see `fastpersist.verify`."""
     try:
         if source.kind == "safetensors":
-            return _verify_safetensors(source, engine, poll)
+            return _verify_safetensors(source, engine)
         if source.kind == "torch_zip":
             try:
                 _ = source.directory
             except UnsupportedError as error:  # of this file; one of the engine, below, says nothing of the file
                 return VerifyReport(source.path, (Damage(f"it cannot be checked: {error}"),), 0, False)
-            return _verify_torch_zip(source, engine, poll)
+            return _verify_torch_zip(source, engine)
     except CorruptionError as error:
         return VerifyReport(source.path, (Damage(error.message, offset_bytes=error.offset_bytes),), 0, False)
     return VerifyReport(source.path, (Damage(source.explain_unknown(), offset_bytes=0),), 0, False)
 
 
-def _verify_safetensors(source: CheckpointSource, engine: str, poll: Poll | None) -> VerifyReport:
+def _verify_safetensors(source: CheckpointSource, engine: str) -> VerifyReport:
     entries = [entry for entry in source.header.entries if entry.crc is not None]
     extents = Extents()
     for entry in entries:
         extents.add_checked(entry.offset_bytes, entry.size_bytes)
-    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read_extents(source.fd, source.path, extents, engine=engine).crcs
     damages = tuple(
         Damage(_mismatch(entry.name, crc, entry.crc or 0), (entry.name,), entry.name, entry.offset_bytes)
         for entry, crc in zip(entries, crcs, strict=True)
@@ -265,7 +264,7 @@ def _verify_safetensors(source: CheckpointSource, engine: str, poll: Poll | None
     return VerifyReport(source.path, damages, checked_bytes, bool(entries))
 
 
-def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) -> VerifyReport:
+def _verify_torch_zip(source: CheckpointSource, engine: str) -> VerifyReport:
     damages = []
     try:
         # Also proves that every storage that the pickle asks for is there in full.
@@ -287,7 +286,7 @@ def _verify_torch_zip(source: CheckpointSource, engine: str, poll: Poll | None) 
     extents = Extents()
     for entry in entries:
         extents.add_checked(entry.data_offset_bytes, entry.size_bytes)
-    crcs = read_extents(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read_extents(source.fd, source.path, extents, engine=engine).crcs
     bad = {entry.name: (entry, crc) for entry, crc in zip(entries, crcs, strict=True) if crc != entry.crc}
     names_by_key: dict[str, list[str]] = {}
     if bad and "data.pkl" not in bad:

@@ -40,7 +40,8 @@ from fastpersist.loading.unpickle import (
     unpickle_while_reading,
     unpickle_with,
 )
-from fastpersist.transfer.reader import Extents, Read, showing_reads
+from fastpersist.transfer.progress import showing_progress
+from fastpersist.transfer.reader import Extents, Read, read_extents
 
 __all__ = ["Wanted", "fill_from_directory", "fill_target"]
 
@@ -105,15 +106,15 @@ def fill_from_directory(
         every = {name: one for own in stored for name, one in own.items()}
         pairs, keys = _match(path, wanted.arranged(path, every), wanted, ties=True)
         size_bytes = sum(source.size_bytes for source in sources)
-        read = stack.enter_context(showing_reads(path, size_bytes * (1 + verify), progress))
+        stack.enter_context(showing_progress(path, size_bytes * (1 + verify), progress))
         if verify:
             for source in sources:
-                _verify_all(source, engine, read)
+                _verify_all(source, engine, read_extents)
         number_of = {id(one): number for number, own in enumerate(stored) for one in own.values()}
         parts: list[tuple[CheckpointSource, list[Pair]]] = [(source, []) for source in sources]
         for pair in pairs:
             parts[number_of[id(pair.stored)]][1].append(pair)
-        _fill(parts, engine, read)
+        _fill(parts, engine, read_extents)
         return keys, size_bytes
 
 
@@ -144,7 +145,7 @@ def _verify_all(source: CheckpointSource, engine: str, read: Read) -> None:
         return
     check_small_records(source)
     storages = [name for name in source.directory.entries if name.startswith("data/")]
-    check_records(source, storages, engine=engine, poll=None, read=read)
+    check_records(source, storages, engine=engine, read=read)
 
 
 def _partly_overwritten(error: StorageError | PeerError, filled: list[str]) -> StorageError | PeerError:

@@ -81,7 +81,6 @@ from fastpersist.loading.unpickle import (
 )
 from fastpersist.transfer.engine_selection import engine_ladder, refuse_null_engine
 from fastpersist.transfer.garbage import no_garbage_collection
-from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
 __all__ = ["load_chosen", "load_state", "restore_whole"]
@@ -102,7 +101,6 @@ class _Options:
     weights_only: bool
     engine: str
     read: Read
-    poll: Poll | None = None
     rename: Rename | None = None
 
     def arranged(self, path: str, value: Any) -> Any:
@@ -226,28 +224,24 @@ def load_chosen(
     weights_only: bool,
     verify: bool,
     engine: str,
-    poll: Poll | None,
     read: Read,
     mapped: bool,
 ) -> Any:
     """Load what keys choose of a file of any format; see `fastpersist.load`."""
     if source.kind == "safetensors" and not mapped:
-        return read_safetensors(
-            source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read, keys=keys
-        )
+        return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, read=read, keys=keys)
     if not mapped and _is_torch_zip(source):
         refuse_disguised(source, weights_only)
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
         _prove(source)
-        return _ready(source, _Options({}, keys, map_location, verify, weights_only, engine, read, poll)).loaded
+        return _ready(source, _Options({}, keys, map_location, verify, weights_only, engine, read)).loaded
     loaded = load_checkpoint(
         source,
         map_location=map_location,
         weights_only=weights_only,
         verify=verify,
         engine=engine,
-        poll=poll,
         read=read,
         mapped=mapped,
     )
@@ -293,7 +287,6 @@ def _load_whole(source: CheckpointSource, options: _Options) -> Any:
             weights_only=options.weights_only,
             verify=options.verify,
             engine=options.engine,
-            poll=options.poll,
             read=options.read,
         )
 
@@ -405,7 +398,7 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
         require_checksums(source)
         in_place = sorted(keys - storages.keys() - missing, key=lambda key: (len(key), key))
         names = [f"data/{key}" for key in in_place]
-        check_records(source, names, engine=options.engine, poll=None, read=options.read)
+        check_records(source, names, engine=options.engine, read=options.read)
     if missing:
         del loaded
         reason = _load_storages(source, options, storages, missing, devices)
@@ -492,9 +485,7 @@ def _load_storages(
             entry = source.directory.entries[f"data/{key}"]
             wanted[key] = StorageToFill(entry.data_offset_bytes, entry.size_bytes, entry.crc, device)
     fresh = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
-    fill_storages(
-        source, wanted, fresh, verify=options.verify, engine=options.engine, poll=options.poll, read=options.read
-    )
+    fill_storages(source, wanted, fresh, verify=options.verify, engine=options.engine, read=options.read)
     storages.update(fresh)
     return None
 

@@ -35,7 +35,6 @@ from fastpersist.loading.checkpoint_file import CheckpointSource, SkippingFile
 from fastpersist.loading.selection import chosen_part
 from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.garbage import no_garbage_collection
-from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, Read, read_extents
 from fastpersist.transfer.torch_boundary import loads_plainly, no_tag, not_allowed_globals, plain_load, stock_load
 
@@ -190,7 +189,6 @@ def unpickle_while_reading(
     map_location: MapLocation,
     weights_only: bool,
     engine: str = "auto",
-    poll: Poll | None = None,
 ) -> Any:
     """Build the object of a torch zip around existing storages, while bytes of the file are read.
 
@@ -205,12 +203,11 @@ def unpickle_while_reading(
         map_location: See `unpickle_with`.
         weights_only: As in torch.load.
         engine: Engine name or "auto".
-        poll: See `Poll`.
 
     Raises:
         What `read_extents` and `unpickle_with` raise.
     """
-    with BackgroundRead(source.fd, source.path, extents, engine=engine, poll=poll) as read:
+    with BackgroundRead(source.fd, source.path, extents, engine=engine) as read:
         try:
             loaded = unpickle_with(
                 source, storages, map_location=map_location, weights_only=weights_only, headers_follow=True
@@ -334,7 +331,6 @@ def load_checkpoint(
     weights_only: bool,
     verify: bool,
     engine: str,
-    poll: Poll | None,
     read: Read = read_extents,
     mapped: bool = False,
 ) -> Any:
@@ -342,7 +338,7 @@ def load_checkpoint(
     if mapped:
         return _load_mapped(source, map_location, weights_only)
     if source.kind == "safetensors":
-        return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, poll=poll, read=read)
+        return read_safetensors(source, map_location=map_location, verify=verify, engine=engine, read=read)
     if source.kind != "torch_zip":
         source.refuse_foreign()
     refuse_disguised(source, weights_only)
@@ -357,7 +353,7 @@ def load_checkpoint(
     if isinstance(wanted, str):
         if verify:
             require_checksums(source)
-            check_records(source, list(source.directory.entries), engine=engine, poll=poll, read=read)
+            check_records(source, list(source.directory.entries), engine=engine, read=read)
         return _load_stock(source, wanted, map_location, weights_only)
 
     storages = {key: new_storage(item.size_bytes, item.device) for key, item in wanted.items()}
@@ -372,9 +368,8 @@ def load_checkpoint(
             map_location=map_location,
             weights_only=weights_only,
             engine=engine,
-            poll=poll,
         )
-    fill_storages(source, wanted, storages, verify=verify, engine=engine, poll=poll, read=read)
+    fill_storages(source, wanted, storages, verify=verify, engine=engine, read=read)
     del wanted  # megabytes for ten thousand storages; unpickling needs memory too
     return unpickle_with(source, storages, map_location=map_location, weights_only=weights_only)
 
@@ -480,7 +475,6 @@ def fill_storages(
     *,
     verify: bool,
     engine: str,
-    poll: Poll | None,
     read: Read = read_extents,
 ) -> None:
     """Fill new storages, by key; with `verify`, raise ChecksumError if a CRC differs."""
@@ -488,7 +482,7 @@ def fill_storages(
         require_checksums(source)
         check_small_records(source)
     extents, headers, indexes = _extents_of(source, wanted, storages, with_crc=verify)
-    crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read(source.fd, source.path, extents, engine=engine).crcs
     headers.keep()
     if verify:
         damaged = [key for key, item in wanted.items() if crcs[indexes[key]] != item.crc]
@@ -550,7 +544,6 @@ def read_safetensors(
     map_location: MapLocation,
     verify: bool,
     engine: str,
-    poll: Poll | None,
     read: Read = read_extents,
     keys: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -582,7 +575,7 @@ def read_safetensors(
         tensors[entry.name] = tensor
         if device.type != "meta":
             extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=verify, fresh=True)
-    crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read(source.fd, source.path, extents, engine=engine).crcs
     if verify:
         for entry, crc in zip(header.entries, crcs, strict=True):
             if crc != entry.crc:
@@ -645,9 +638,7 @@ def check_small_records(source: CheckpointSource) -> None:
                 )
 
 
-def check_records(
-    source: CheckpointSource, names: list[str], *, engine: str, poll: Poll | None, read: Read = read_extents
-) -> None:
+def check_records(source: CheckpointSource, names: list[str], *, engine: str, read: Read = read_extents) -> None:
     """Check the CRCs of records of a torch zip without keeping their bytes.
 
     Raises:
@@ -657,7 +648,7 @@ def check_records(
     extents = Extents()
     for entry in entries:
         extents.add_checked(entry.data_offset_bytes, entry.size_bytes)
-    crcs = read(source.fd, source.path, extents, engine=engine, poll=poll).crcs
+    crcs = read(source.fd, source.path, extents, engine=engine).crcs
     for entry, crc in zip(entries, crcs, strict=True):
         if crc != entry.crc:
             raise checksum_error(source, entry.name.removeprefix("data/"), entry.crc, crc, 1)

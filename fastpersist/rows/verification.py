@@ -46,7 +46,7 @@ def verify_rows(path: str | os.PathLike[str], *, engine: str = "auto") -> Verify
         except CorruptionError as error:
             return VerifyReport(name, (Damage(f"the sidecar is damaged: {error}"),), 0, False)
         if facts is None:
-            return verify_source(source, engine=engine, poll=None) if source.kind == "safetensors" else _parsed(source)
+            return verify_source(source, engine=engine) if source.kind == "safetensors" else _parsed(source)
         if facts.file_bytes != source.size_bytes:
             said = f"the file has {source.size_bytes} bytes, its sidecar says {facts.file_bytes}"
             return VerifyReport(name, (Damage(said),), 0, True)

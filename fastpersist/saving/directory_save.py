@@ -402,7 +402,7 @@ class DirectorySave:
         skipped = SkippedError(f"{self._directory.final_path} was given up before it was published")
         self._strategy.fail(why or skipped)  # first, as the thread that writes may wait for other ranks
         if not self._failed:
-            self._pending.cancel(skipped)
+            self._pending.cancel(why or skipped)
         self._lane.submit(lambda: self._pending.run(lambda: None))
         return True
 

@@ -6,11 +6,11 @@ The reading thread needs the interpreter at its beginning and end only: the nati
 from __future__ import annotations
 
 import _thread
+import contextvars
 import threading
 from types import TracebackType
 
 from fastpersist.errors import InternalError
-from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.reader import Extents, ReadResult, read_extents
 
 __all__ = ["BackgroundRead"]
@@ -30,15 +30,14 @@ class BackgroundRead:
         path: For messages.
         extents: What to read and where to: to host memory, as the streams of devices belong to the caller's thread.
         engine: Engine name or "auto".
-        poll: See `Poll`; called on the reading thread.
     """
 
-    def __init__(self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None) -> None:
+    def __init__(self, fd: int, path: str, extents: Extents, *, engine: str = "auto") -> None:
         self._fd = fd
         self._path = path
         self._extents = extents
         self._engine = engine
-        self._poll = poll
+        self._context = contextvars.copy_context()  # what `showing_progress` shows
         self._abandoned = False
         self._begun = threading.Event()
         self._ended = threading.Event()
@@ -61,7 +60,7 @@ class BackgroundRead:
     def __enter__(self) -> BackgroundRead:
         # Not by threading.Thread: if an interrupt came while that starts, nobody could tell whether it has.
         try:
-            _thread.start_new_thread(self._run, ())
+            _thread.start_new_thread(self._context.run, (self._run,))
             self._begun.wait()  # it shall get the interpreter first: the disk waits for it
         except RuntimeError:  # the system gives no thread
             self._run()
@@ -88,15 +87,13 @@ class BackgroundRead:
         self._begun.set()
         try:
             self._result = read_extents(
-                self._fd, self._path, self._extents, engine=self._engine, poll=self._poll_or_stop
+                self._fd, self._path, self._extents, engine=self._engine, poll=self._stop_if_abandoned
             )
         except BaseException as error:  # noqa: BLE001 - it is the owner's
             self._failure = error
         finally:
             self._ended.set()
 
-    def _poll_or_stop(self, done_bytes: int) -> None:
+    def _stop_if_abandoned(self, _done_bytes: int) -> None:
         if self._abandoned:
             raise _Abandoned
-        if self._poll is not None:
-            self._poll(done_bytes)

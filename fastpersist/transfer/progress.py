@@ -5,15 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["Poll", "progress_bar", "showing_progress"]
+__all__ = ["Poll", "counted", "progress_bar", "showing_progress"]
 
 Poll = Callable[[int], None]
 """Called about every 50 ms with the bytes done so far; what it raises stops the transfer."""
+
+
+_count: ContextVar[Callable[[int], None] | None] = ContextVar("count", default=None)
+"""Told how many more bytes a read of this context has done; set while a progress bar is shown."""
+
+
+def counted(poll: Poll | None) -> Poll | None:
+    """Return what a read calls so that the bar around it, if there is one, counts its bytes beside those of others."""
+    count = _count.get()
+    if count is None:
+        return poll
+    before_bytes = 0
+
+    def note(done_bytes: int) -> None:
+        nonlocal before_bytes
+        count(done_bytes - before_bytes)
+        before_bytes = done_bytes
+        if poll is not None:
+            poll(done_bytes)
+
+    return note
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:
@@ -28,7 +50,7 @@ def progress_bar(**options: Any) -> tqdm[Any]:
 
 @contextmanager
 def showing_progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll | None]:
-    """Show a progress bar while the block runs.
+    """Show a progress bar while the block runs. All that the block reads, in any number of reads, is counted.
 
     Args:
         path: Of the file; its last part is shown.
@@ -36,7 +58,7 @@ def showing_progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll 
         wanted: Without it nothing is shown.
 
     Yields:
-        What is called with the bytes that are done so far; None if nothing is shown.
+        For a write: what is called with the bytes that are done so far; None if nothing is shown.
     """
     if not wanted:
         yield None
@@ -46,5 +68,9 @@ def showing_progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll 
         def poll(done_bytes: int) -> None:
             bar.update(min(done_bytes, size_bytes) - bar.n)
 
-        yield poll
+        token = _count.set(lambda more_bytes: poll(int(bar.n) + more_bytes))
+        try:
+            yield poll
+        finally:
+            _count.reset(token)
         bar.update(size_bytes - bar.n)

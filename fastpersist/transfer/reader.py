@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,10 +22,10 @@ from fastpersist.formats.byte_ranges import ByteRange
 from fastpersist.transfer import cuda
 from fastpersist.transfer.cuda import is_host_memory
 from fastpersist.transfer.engine_selection import Placed, announce_engine, refuse_null_engine, transfer_options
-from fastpersist.transfer.progress import Poll, showing_progress
+from fastpersist.transfer.progress import Poll, counted
 from fastpersist.transfer.tensor_memory import byte_tensor, host_tensor
 
-__all__ = ["Extents", "Push", "Read", "ReadResult", "read_exactly", "read_extents", "showing_reads"]
+__all__ = ["Extents", "Push", "Read", "ReadResult", "read_exactly", "read_extents"]
 
 Push = Callable[[int, torch.Tensor], None]
 """push(offset_bytes, bytes): take a uint8 host tensor that holds the extent's bytes from that offset on."""
@@ -219,9 +218,7 @@ class ReadResult:
 class Read(Protocol):
     """A function that reads extents for a load: `read_extents`, or one by which several ranks read together."""
 
-    def __call__(
-        self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
-    ) -> ReadResult:
+    def __call__(self, fd: int, path: str, extents: Extents, *, engine: str = "auto") -> ReadResult:
         """Read extents of a file to where they belong; see `read_extents`."""
         ...
 
@@ -234,7 +231,7 @@ def read_extents(fd: int, path: str, extents: Extents, *, engine: str = "auto", 
         path: For messages.
         extents: What to read and where to.
         engine: Engine name or "auto".
-        poll: See `Poll`.
+        poll: See `Poll`. What `showing_progress` shows around this call is told as well.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
@@ -242,42 +239,9 @@ def read_extents(fd: int, path: str, extents: Extents, *, engine: str = "auto", 
     """
     if not len(extents):
         return ReadResult([], "")
-    result = extents.read(fd, path, engine=engine, poll=poll)
+    result = extents.read(fd, path, engine=engine, poll=counted(poll))
     refuse_null_engine(result.engine)
     return result
-
-
-@contextmanager
-def showing_reads(path: str, size_bytes: int, wanted: bool) -> Iterator[Read]:
-    """Yield `read_extents` for many calls; a progress bar shows what all of them have read.
-
-    Args:
-        path: Its last part is shown.
-        size_bytes: How many bytes are read in all.
-        wanted: Without it nothing is shown.
-    """
-    with showing_progress(path, size_bytes, wanted) as show:
-        if show is None:
-            yield read_extents
-            return
-        before_bytes = 0
-
-        def read(fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None) -> ReadResult:
-            nonlocal before_bytes
-            now_bytes = 0
-
-            def note(done_bytes: int) -> None:
-                nonlocal now_bytes
-                now_bytes = done_bytes
-                show(before_bytes + done_bytes)
-                if poll is not None:
-                    poll(done_bytes)
-
-            result = read_extents(fd, path, extents, engine=engine, poll=note)
-            before_bytes += now_bytes
-            return result
-
-        yield read
 
 
 def read_exactly(fd: int, offset_bytes: int, size_bytes: int, path: str) -> bytes:

@@ -230,7 +230,9 @@ class _Log:
     def _count(self, rank: Rank, step: int, number: int, figures: Mapping[str, float]) -> None:
         rank.save_count += 1
         rank.stall_s += figures.get("stall_s", 0.0)
-        rank.bytes += figures.get("bytes", 0.0)
+        # Of a file that ranks write together, "bytes" of the coordinator are those of all.
+        own = sum(figures.get(name, 0.0) for name in ("bytes_by_writer", "bytes_at_gate", "bytes_before_return"))
+        rank.bytes += own or figures.get("bytes", 0.0)
         written_s = figures.get("write_s", 0.0) + figures.get("sync_s", 0.0)
         rank.write_s += written_s
         if written_s > self._slowest.get(step, (0.0, 0))[0]:

@@ -40,7 +40,7 @@ from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged
 from fastpersist.formats.split_manifest import Part, part_name
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.part_files import FoundPart, OpenPart, require_whole
-from fastpersist.transfer.progress import Poll
+from fastpersist.transfer.progress import counted
 from fastpersist.transfer.reader import Extents, Push, ReadResult, read_extents
 
 __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
@@ -302,9 +302,7 @@ class PartsExchange:
         told = "; ".join(f"{part_name(os.path.basename(self.path), rank)}: {self._authors[rank]}" for rank in found)
         return type(error)(f"{error.message} ({told})", path=error.path, offset_bytes=error.offset_bytes)
 
-    def __call__(
-        self, fd: int, path: str, extents: Extents, *, engine: str = "auto", poll: Poll | None = None
-    ) -> ReadResult:
+    def __call__(self, fd: int, path: str, extents: Extents, *, engine: str = "auto") -> ReadResult:
         """Read extents together with the other ranks.
 
         Args: as in `read_extents`.
@@ -321,11 +319,11 @@ class PartsExchange:
         crcs = [0] * len(places)
         if here:
             local = extents.parts(ByteRange(index, 0, places[index].size_bytes) for index in here)
-            for index, crc in zip(here, read_extents(fd, path, local, poll=None).crcs, strict=True):
+            for index, crc in zip(here, read_extents(fd, path, local).crcs, strict=True):
                 crcs[index] = crc
         wanted = sorted({places[index] for index in there if places[index].size_bytes})
         heard = self._reader.say(WANT, _flat(wanted))
-        taking = _Taking(extents, there, poll)
+        taking = _Taking(extents, there)
         self._exchange([told if stage == WANT else None for stage, told in heard], taking)
         for index, crc in taking.crcs().items():
             crcs[index] = crc
@@ -344,7 +342,7 @@ class PartsExchange:
 
     def _serve(self, told: list[Any]) -> None:
         if any(one is not None for one in told):
-            self._exchange(told, _Taking(Extents(), [], None))
+            self._exchange(told, _Taking(Extents(), []))
 
     def _exchange(self, told: Sequence[bytes | None], taking: _Taking) -> None:
         """Read and send what the ranks want; on all of them. Then hear whether all of it could be read.
@@ -431,14 +429,13 @@ class _Taking:
     Args:
         extents: What the rank reads.
         wanted: Which of them it takes from pieces, by index.
-        poll: See `Poll`.
     """
 
-    def __init__(self, extents: Extents, wanted: Sequence[int], poll: Poll | None) -> None:
+    def __init__(self, extents: Extents, wanted: Sequence[int]) -> None:
         self._extents = extents
         self._places = extents.places()
         self._wanted = wanted
-        self._poll = poll
+        self._poll = counted(None)
         self._targets: dict[int, list[tuple[int, int, int, int]]] = {}
         self._runs: dict[int, list[tuple[int, int, int]]] = {}
         self._pieces: Sequence[Piece] = ()

@@ -198,3 +198,10 @@ def test_log_stays_when_all_steps_are_removed(tmp_path: Path) -> None:
         checkpoints.save(1, state_of())
         checkpoints.delete(1)
     assert [event.kind for event in logged_in(tmp_path)][-1] == "removed"
+
+
+def test_a_state_that_cannot_be_pickled_is_told_as_a_failure(tmp_path: Path, heard: list[Event]) -> None:
+    with fp.Checkpointer(tmp_path) as checkpoints, pytest.raises(Exception, match="pickle"):
+        checkpoints.save(1, {"key": lambda: 1})
+    assert kinds(heard, 1) == ["save_begun", "failed"]
+    assert "pickle" in str(heard[-1].figures["error"])

@@ -292,9 +292,12 @@ def test_map_location_and_weights_only_go_to_torch(tmp_path: Path) -> None:
     assert torch.equal(reader.load(weights_only=False)["position"], torch.arange(50) + 1)
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize("into", [False, True], ids=["new", "into"])
-def test_progress_counts_every_byte(into: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with fp.Checkpointer(tmp_path) as checkpoints:
+def test_progress_counts_every_byte(
+    sharded: bool, into: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with fp.Checkpointer(tmp_path, sharded=sharded) as checkpoints:
         checkpoints.save(7, {"weight": torch.ones(3_000_000)})
         checkpoints.wait()
         capfd.readouterr()

@@ -227,6 +227,14 @@ def line_of(kind: str = "committed", **values: object) -> bytes:
     return json.dumps(line).encode()
 
 
+def test_bytes_of_a_rank_are_those_it_wrote_itself(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    lines = [line_of(bytes=1000, bytes_by_writer=400, bytes_at_gate=100), line_of(rank=1, bytes=500)]
+    (root / "events.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    assert {number: rank.bytes for number, rank in run_of(root).ranks.items()} == {0: 500, 1: 500}
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import fastpersist as fp
-from fastpersist.contents.comparison import Comparison, compare
+from fastpersist.contents.comparison import Comparison, TensorDifference, compare
 from fastpersist.contents.stored import open_contents
 
 
@@ -81,6 +83,64 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     a, b = (torch.tensor(values).to(dtype) for values in ([0.0, 1.0, 1.0], [0.0, 1.0, 0.0]))
     (one,) = compared(tmp_path, {"w": a}, {"w": b}).tensors
     assert (one.differing_count, one.max_abs, one.max_rel) == (1, 1.0, 1.0)
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SPECIAL = [
+    math.nan,
+    -math.nan,
+    math.inf,
+    -math.inf,
+    0.0,
+    -0.0,
+    1.0,
+    -1.5,
+    1e-5,
+    6e-8,
+    1e-39,
+    5e-324,
+    65504.0,
+    3.4e38,
+    1e308,
+]
+
+
+@st.composite
+def pairs_of_floats(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two arrays of any bits, or of special values, with some elements the same."""
+    dtype = draw(st.sampled_from(FLOATS))
+    count = draw(st.sampled_from([1, 7, 8, 63, 1024, 1025, 2100]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 40)))
+
+    def values() -> torch.Tensor:
+        kind = draw(st.sampled_from(["bits", "normal", "special"]))
+        if kind == "bits":
+            return torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+        if kind == "normal":
+            return torch.randn(count, generator=generator).to(dtype)
+        picked = torch.randint(0, len(SPECIAL), (count,), generator=generator)
+        return torch.tensor(SPECIAL, dtype=torch.float64)[picked].to(dtype)
+
+    a, b = values(), values()
+    same = torch.rand(count, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return a, torch.where(same, a, b)
+
+
+@given(pairs_of_floats())
+def test_the_native_pass_finds_what_torch_does(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    a, b = pair
+    native, by_torch = (TensorDifference("w", a.dtype, tuple(a.shape)) for _ in range(2))
+    native.add(a, b)
+    by_torch._add_others(a, b)
+    assert native.differing_count == by_torch.differing_count
+    assert (native.nan_counts, native.inf_counts) == (by_torch.nan_counts, by_torch.inf_counts)
+    finite = a.isfinite() & b.isfinite()
+    if a.dtype is torch.float64 and not bool((a - b)[finite].isfinite().all()):
+        assert (native.max_abs, native.max_rel) == (torch.finfo(a.dtype).max, 2.0), "torch has no word for it"
+        return
+    # torch takes differences in double where one of its parts has something that is not finite.
+    assert native.max_abs == pytest.approx(by_torch.max_abs, rel=1e-6, abs=0)
+    assert native.max_rel == pytest.approx(by_torch.max_rel, rel=1e-6, abs=1e-44)
 
 
 def test_strides_do_not_count(tmp_path: Path) -> None:

@@ -36,6 +36,20 @@ def test_figures_are_those_of_torch(tmp_path: Path, dtype: torch.dtype) -> None:
     assert (one.nan_count, one.inf_count) == (0, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 1023, 1024, 1029, 5000])
+def test_any_bits_give_the_figures_of_torch(dtype: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    tensor = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    one = Statistics(None)  # type: ignore[arg-type]
+    one.add(tensor)
+    finite = tensor[tensor.isfinite()].double()
+    assert (one.nan_count, one.inf_count) == (int(tensor.isnan().sum()), int(tensor.isinf().sum()))
+    assert (one.finite_count, one.min, one.max) == (len(finite), finite.min(), finite.max())
+    assert one._sum == pytest.approx(float(finite.sum()), rel=1e-9)
+    assert one._squares == pytest.approx(float(finite.square().sum()), rel=1e-9)
+
+
 def test_nan_and_infinities_are_counted_and_left_out(tmp_path: Path) -> None:
     tensor = torch.tensor([1.0, math.nan, math.inf, -math.inf, -3.0, math.nan])
     one = statistics_of(tmp_path / "a.pt", {"w": tensor})["w"]

@@ -11,7 +11,7 @@ import torch
 from support import native_fixtures
 
 import fastpersist as fp
-from fastpersist.transfer import background_read
+from fastpersist.transfer import background_read, progress
 from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.reader import Extents
 
@@ -39,17 +39,29 @@ def test_error_is_raised_by_the_wait(open_file: Callable[..., int], tmp_path: Pa
             read.wait()
 
 
-def test_progress_may_stop_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(_done_bytes: int) -> None:
-        raise LookupError("enough")
+def test_the_bar_around_it_counts_and_may_stop_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def count(more_bytes: int) -> None:
+        seen.append(more_bytes)
+        if sum(seen) > 40:
+            raise LookupError("enough")
 
     def read(_fd: int, _path: str, _extents: Extents, *, engine: str, poll: Callable[[int], None]) -> Any:
-        poll(1)
+        told = progress.counted(poll)
+        assert told is not None
+        told(40)
+        told(50)
 
     monkeypatch.setattr(background_read, "read_extents", read)
-    with BackgroundRead(-1, "model.pt", Extents(), poll=stop) as reading:
-        with pytest.raises(LookupError, match="enough"):
-            reading.wait()
+    token = progress._count.set(count)
+    try:
+        with BackgroundRead(-1, "model.pt", Extents()) as reading:
+            with pytest.raises(LookupError, match="enough"):
+                reading.wait()
+    finally:
+        progress._count.reset(token)
+    assert seen == [40, 10]
 
 
 def test_exception_of_the_block_stops_the_read(monkeypatch: pytest.MonkeyPatch) -> None:

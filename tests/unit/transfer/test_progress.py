@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastpersist.transfer import progress
-from fastpersist.transfer.progress import progress_bar, showing_progress
+from fastpersist.transfer.progress import counted, progress_bar, showing_progress
 
 
 @pytest.fixture
@@ -45,6 +45,20 @@ def test_bar_of_a_transfer_that_failed_stays_where_it_was(bars: list[Any]) -> No
         raise OSError("disk")
     assert bars[0].n == 40
     assert bars[0].disable  # closed
+
+
+def test_reads_in_the_block_are_added_up(bars: list[Any]) -> None:
+    own: list[int] = []
+    with showing_progress("model.pt", 100, wanted=True):
+        first, second = counted(None), counted(own.append)
+        assert first is not None
+        assert second is not None
+        first(10)
+        second(20)
+        first(30)
+        assert bars[0].n == 50
+    assert own == [20]
+    assert counted(None) is None
 
 
 def test_nothing_is_shown_unasked(bars: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
