@@ -192,7 +192,7 @@ class Capture:
         self._paranoid = paranoid
         self._on_gate = on_gate
         self.is_manual = owners.gate == "manual"
-        self._optimizers = owners.optimizers()
+        self.optimizers = owners.optimizers()
         self._look: Callable[[], Ownership] | None = look or owners.look  # a file without tensors needs no answer
         self._owned = Ownership(Holders([], []), Holders([], []), "")
         self._snapshots: list[_native.Snapshot] = []
@@ -340,7 +340,7 @@ class Capture:
         """
         if on_any_stream and self._devices:
             return True
-        if any(optimizer is known for known in self._optimizers):
+        if any(optimizer is known for known in self.optimizers):
             return True
         return any(
             key in self._stable_keys
@@ -369,7 +369,7 @@ class Capture:
         """
         started_s = time.monotonic()
         if self.is_manual:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 note_step(optimizer, manual=True)
         deadline_s = None if timeout_s is None else started_s + timeout_s
         if self._sealed:

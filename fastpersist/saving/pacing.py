@@ -1,13 +1,15 @@
-"""How long after a save the next optimizer step comes, so that the writer can spread its work over that time.
+"""When steps of optimizers come: how long after a save, and how long they are beside a save and without one.
 
-The time is measured for each optimizer, from a save to the beginning of the step that follows it, where the gate is.
-With gate="manual" it ends at the caller's wait, or at the end of the step if nobody waited: the beginning is too early
-where forward and backward run inside `step(closure)`.
+The writer spreads its work over the time from a save to the next step. That is measured for each optimizer, from a
+save to the beginning of the step that follows it, where the gate is. With gate="manual" it ends at the caller's wait,
+or at the end of the step if nobody waited: the beginning is too early where forward and backward run inside
+`step(closure)`.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import weakref
@@ -18,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from fastpersist import _native
 
-__all__ = ["Spread", "note_save", "note_step", "spread_s"]
+__all__ = ["Spread", "note_save", "note_step", "save_begun", "save_over", "spread_s", "take_step_times"]
 
 PACE_SHARE = 0.8
 """The part of that time over which the writes are spread: the rest is room for steps that come sooner."""
@@ -27,16 +29,28 @@ _SAMPLE_COUNT = 5
 
 
 class _Clock:
-    """When the last save before a step of one optimizer began, and after how long its steps came."""
+    """Of one optimizer: when the last save before a step began, after how long its steps came, and their lengths."""
 
-    __slots__ = ("delays_s", "is_manual", "started_s")
+    __slots__ = ("delays_s", "is_beside", "is_manual", "lengths", "started_s", "stepped_s")
 
     def __init__(self) -> None:
         self.started_s: float | None = None
         self.is_manual = False
         self.delays_s: deque[float] = deque(maxlen=_SAMPLE_COUNT)
+        self.stepped_s: float | None = None
+        self.is_beside = False  # a save was under way since that step
+        self.lengths = {False: (0, 0.0), True: (0, 0.0)}  # beside a save or not: how many, and seconds
+
+    def note_length(self, now_s: float) -> None:
+        """Count the time from one step to the next."""
+        if self.stepped_s is not None:
+            beside = self.is_beside or _under_way > 0
+            count, seconds = self.lengths[beside]
+            self.lengths[beside] = count + 1, seconds + now_s - self.stepped_s
+        self.stepped_s, self.is_beside = now_s, _under_way > 0
 
 
+_under_way = 0  # saves
 _clocks: weakref.WeakKeyDictionary[Optimizer, _Clock] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 
@@ -47,18 +61,62 @@ def note_save(optimizers: Sequence[Optimizer], *, manual: bool) -> None:
     with _lock:
         for optimizer in optimizers:
             clock = _clocks.setdefault(optimizer, _Clock())
-            clock.started_s, clock.is_manual = now_s, manual
+            clock.started_s, clock.is_manual, clock.is_beside = now_s, manual, True
 
 
 def note_step(optimizer: Optimizer, *, manual: bool) -> None:
     """Note that an optimizer is about to step; with `manual`: that its caller has waited, or that it has stepped."""
     clock = _clocks.get(optimizer)
-    if clock is None or clock.started_s is None or clock.is_manual != manual:
+    if clock is None:
         return
     with _lock:
-        if clock.started_s is not None:
-            clock.delays_s.append(time.monotonic() - clock.started_s)
+        now_s = time.monotonic()
+        if not manual:
+            clock.note_length(now_s)
+        if clock.started_s is not None and clock.is_manual == manual:
+            clock.delays_s.append(now_s - clock.started_s)
             clock.started_s = None
+
+
+def save_begun() -> None:
+    """Note that a save is under way, which steps may be beside of."""
+    global _under_way
+    with _lock:
+        _under_way += 1
+
+
+def save_over() -> None:
+    """Note that a save is over, however it ended."""
+    global _under_way
+    with _lock:
+        _under_way = max(0, _under_way - 1)  # a forked child ends what its parent has begun
+
+
+def take_step_times(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
+    """Return the mean seconds from step to step since the last call, without a save and beside one.
+
+    0.0 says that there was no such step.
+
+    Args:
+        optimizers: The first of them that has stepped counts.
+    """
+    with _lock:
+        for optimizer in optimizers:
+            clock = _clocks.get(optimizer)
+            if clock is not None and any(count for count, _ in clock.lengths.values()):
+                alone, beside = (seconds / max(count, 1) for count, seconds in clock.lengths.values())
+                clock.lengths = dict.fromkeys(clock.lengths, (0, 0.0))
+                return alone, beside
+    return 0.0, 0.0
+
+
+def _forget_saves() -> None:
+    global _lock, _under_way
+    _lock = threading.RLock()
+    _under_way = 0
+
+
+os.register_at_fork(after_in_child=_forget_saves)
 
 
 def spread_s(optimizers: Sequence[Optimizer]) -> float:

@@ -24,6 +24,7 @@ from fastpersist.errors import FastPersistError, SkippedError
 from fastpersist.events.delivery import emit, wake
 from fastpersist.events.event import ENDS, Figure
 from fastpersist.saving.capture import Capture
+from fastpersist.saving.pacing import save_begun, save_over, take_step_times
 
 __all__ = ["Lane", "PendingSave", "SaveStats", "run_in_order"]
 
@@ -46,6 +47,9 @@ class SaveStats:
         write_s: Seconds from the first byte to the last.
         sync_s: Seconds until the bytes, and the names, were durable.
         commit_s: Seconds to make it visible and to remove what is kept no longer, sync_s of names included.
+        step_s: Mean seconds from one optimizer step to the next since the save before, where no save was under way;
+            0.0 if there was no such step.
+        step_beside_save_s: The same where one was.
         bytes_by_writer: Tensor bytes that were written from where they are.
         bytes_at_gate: Stable bytes that were copied because a step came before the writer.
         bytes_before_return: Volatile bytes that were copied inside save().
@@ -63,6 +67,8 @@ class SaveStats:
     write_s: float = 0.0
     sync_s: float = 0.0
     commit_s: float = 0.0
+    step_s: float = 0.0
+    step_beside_save_s: float = 0.0
     bytes_by_writer: int = 0
     bytes_at_gate: int = 0
     bytes_before_return: int = 0
@@ -121,6 +127,7 @@ class PendingSave:
         self._has_returned = not returns
         self._committed_time_s: float | None = None  # told by `returned`
         self._told: set[str] = set()
+        save_begun()
         self._tell("save_begun", time.time() - stats.plan_s, wakes=False)
 
     # --- for everybody
@@ -248,6 +255,8 @@ class PendingSave:
         Raises:
             BaseException: Something interrupted this; the save is cancelled then.
         """
+        if not self._captures:
+            self._stats.step_s, self._stats.step_beside_save_s = take_step_times(capture.optimizers)
         self._captures.append(capture)
         capture.when_sealed = self._tell_captured
         submitted = False
@@ -409,6 +418,8 @@ class PendingSave:
         finally:
             self._clean_up.clear()
             with self._lock:
+                if not self._over:
+                    save_over()
                 self._over = True
                 calls = list(self._when_finished)
                 self._when_finished.clear()

@@ -64,13 +64,15 @@ def warn_of_file(container: Container, state: object) -> None:
     """Warn as `warn_of_globals` does of a state that is saved to one file, but not if the user called torch.save."""
     if isinstance(container, TorchZipContainer) and _names_refused(container.skeleton.pickle):
         frame = sys._getframe()
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("fastpersist"):
+        # torch._dynamo: as in `warn_caller`.
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BELOW_THE_CALLER):
             if frame.f_globals["__name__"].startswith("fastpersist.integrations"):
                 return
             frame = frame.f_back
         warn_of_globals(state)
 
 
+_BELOW_THE_CALLER = ("fastpersist", "torch._dynamo")
 _GLOBAL = re.compile(rb"c([^\x00-\x20]+)\n([^\x00-\x20]+)\n")
 
 

@@ -8,7 +8,7 @@ from fastpersist.events import Event
 
 __all__ = ["Steps", "scalars"]
 
-_OF_SAVES = ("stall_s", "capture_s", "write_s", "sync_s", "commit_s", "bytes")
+_OF_SAVES = ("stall_s", "capture_s", "write_s", "sync_s", "commit_s", "step_s", "step_beside_save_s", "bytes")
 
 
 def scalars(event: Event) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""benchmarks/parts_elsewhere.py with four ranks and little data."""
+"""benchmarks/ranks/parts_elsewhere.py with four ranks and little data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "parts_elsewhere.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks" / "parts_elsewhere.py"
 
 
 def test_ranks_load_what_lies_in_the_stores_of_others(tmp_path: Path) -> None:

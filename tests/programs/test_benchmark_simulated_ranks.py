@@ -1,4 +1,4 @@
-"""benchmarks/simulated_ranks.py with few ranks; each run starts two processes, which import torch."""
+"""benchmarks/ranks/simulated_ranks.py with few ranks; each run starts two processes, which import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "simulated_ranks.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks" / "simulated_ranks.py"
 
 
 def measured(*arguments: str) -> dict[str, Any]:

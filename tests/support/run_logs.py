@@ -58,6 +58,7 @@ def _lines(number: int, rank: int, *, slow: bool, fails: bool) -> list[dict[str,
         "capture_s": 0.3,
         "write_s": write_s,
         "sync_s": 0.1,
+        **({"step_s": 0.8, "step_beside_save_s": 0.81} if number else {}),
         "engine": "uring",
     }
     lines = [_line("save_begun", number, rank, 0.0)]

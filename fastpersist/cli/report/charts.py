@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -167,29 +166,18 @@ def _rates(saves: Sequence[Save], run: Run) -> Chart:
 
 
 def _step_times(saves: Sequence[Save]) -> Chart:
-    """Compare steps with a save and without, from the beginnings of saves and what each lost."""
-    begun = [save for save in saves if save.begun_s > 0]
-    plain: dict[int, float] = {}
-    with_save: dict[int, float] = {}
-    for number, (one, after) in enumerate(pairwise(begun)):
-        step_count, seconds = after.step - one.step, after.begun_s - one.begun_s
-        stall_s = one.get("stall_s")
-        if step_count > 0 and stall_s is not None and seconds > stall_s:
-            plain[number] = (seconds - stall_s) / step_count
-            with_save[number] = plain[number] + stall_s
-    numbers = {id(save): number for number, save in enumerate(begun)}
+    """Compare steps beside a save and without one."""
     lines = [
-        Line("with a save", 0, _over_steps(begun, lambda save: with_save.get(numbers[id(save)])), "dots"),
-        Line("without a save", 4, _over_steps(begun, lambda save: plain.get(numbers[id(save)]))),
+        Line("beside a save", 0, _over_steps(saves, lambda save: save.get("step_beside_save_s") or None), "dots"),
+        Line("without a save", 4, _over_steps(saves, lambda save: save.get("step_s") or None)),
     ]
     return Chart(
         "steps",
         "Length of a training step",
         "s",
         lines=lines,
-        note="Computed, as the log has no times of single steps: the time from one save to the next without the stall, "
-        "by the number of steps between. A save adds its stall to one of them; what writing beside training slows down "
-        "is in both.",
+        note="The mean from one optimizer step to the next, of the steps before a save. Known for saves with "
+        "optimizer=, from the second one on. Beside a save: while one was under way.",
     )
 
 

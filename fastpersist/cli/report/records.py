@@ -19,6 +19,7 @@ from fastpersist.formats.manifest import CheckpointManifest, step_name, writer_o
 __all__ = ["DURATIONS", "Rank", "Run", "Save", "bytes_of", "is_sane", "read_run", "steps_there"]
 
 DURATIONS = ("stall_s", "capture_s", "write_s", "sync_s", "commit_s")
+_STEP_TIMES = ("step_s", "step_beside_save_s")
 
 _SAVES_MAX = 100_000  # the last ones
 _RANKS_MAX = 4096
@@ -41,8 +42,8 @@ class Save:
         begun_s: When it began, Unix time; 0.0 if not known.
         end_s: When it ended, Unix time.
         kind: "committed", "failed" or "skipped".
-        figures: By the names of DURATIONS, seconds; and "bytes", "bytes_by_writer", "bytes_at_gate" and
-            "bytes_before_return".
+        figures: By the names of DURATIONS, and "step_s" and "step_beside_save_s", seconds; and "bytes",
+            "bytes_by_writer", "bytes_at_gate" and "bytes_before_return".
         engine: What wrote it.
     """
 
@@ -208,7 +209,7 @@ class _Log:
         run = self._run
         figures = {
             name: float(event.figures[name])
-            for name in (*DURATIONS, "bytes", "bytes_by_writer", "bytes_at_gate", "bytes_before_return")
+            for name in (*DURATIONS, *_STEP_TIMES, "bytes", "bytes_by_writer", "bytes_at_gate", "bytes_before_return")
             if is_sane(event.figures.get(name))
         }
         engine = str(event.figures.get("engine", ""))[:40]

@@ -56,6 +56,47 @@ def test_with_a_manual_gate_the_step_itself_is_no_gate(clock: list[float]) -> No
     assert pacing.spread_s([optimizer]) == pytest.approx(3.0 * pacing.PACE_SHARE)
 
 
+def test_lengths_of_steps_are_told_beside_a_save_and_without(clock: list[float]) -> None:
+    optimizer = an_optimizer()
+
+    def step_after(seconds: float) -> None:
+        clock[0] += seconds
+        pacing.note_step(optimizer, manual=False)
+
+    pacing.note_save([optimizer], manual=False)
+    assert pacing.take_step_times([optimizer]) == (0.0, 0.0)
+    step_after(9.0)  # since when, is not known
+    step_after(1.0)
+    step_after(2.0)
+    pacing.save_begun()
+    step_after(3.0)
+    step_after(4.0)
+    pacing.save_over()
+    step_after(5.0)  # one was under way when it began
+    step_after(6.0)
+    pacing.note_save([optimizer], manual=False)  # which is over before the step
+    step_after(8.0)
+    pacing.note_step(optimizer, manual=True)  # is no step
+    assert pacing.take_step_times([an_optimizer(), optimizer]) == (pytest.approx(9.0 / 3), pytest.approx(20.0 / 4))
+    assert pacing.take_step_times([optimizer]) == (0.0, 0.0)
+    step_after(1.0)
+    assert pacing.take_step_times([optimizer]) == (pytest.approx(1.0), 0.0)
+
+
+def test_a_save_tells_the_lengths_of_the_steps_before_it(tmp_path: Path) -> None:
+    optimizer = an_optimizer()
+    with fp.Checkpointer(tmp_path, optimizer=optimizer) as checkpoints:
+        for number in range(3):
+            checkpoints.save(number, {"optimizer": optimizer.state_dict()})
+            optimizer.step()
+            checkpoints.wait()
+            for _ in range(3):
+                optimizer.step()
+        first, second, third = checkpoints.stats()
+    assert (first.step_s, first.step_beside_save_s) == (0.0, 0.0)
+    assert min(second.step_s, second.step_beside_save_s, third.step_s, third.step_beside_save_s) > 0
+
+
 def test_clocks_do_not_keep_optimizers() -> None:
     optimizer = an_optimizer()
     pacing.note_save([optimizer], manual=False)

@@ -91,7 +91,10 @@ def test_what_is_allowed_already_is_not_warned_of_and_safetensors_need_nothing(t
         fp.save({"w": torch.ones(2)}, tmp_path / "state.safetensors")
 
 
-def test_who_typed_torch_save_is_not_warned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_compiled", [False, True])
+def test_who_typed_torch_save_is_not_warned(has_compiled: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings(), torch_save.installed():
+        if has_compiled:  # frames of the compiler lie between ours from now on
+            torch.compile(lambda: fp.save({}, tmp_path / "empty.pt"), backend="eager")()
         warnings.simplefilter("error")
         torch.save({"args": argparse.Namespace()}, tmp_path / "state.pt")

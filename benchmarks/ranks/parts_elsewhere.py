@@ -1,6 +1,6 @@
 """Load shards whose parts lie in the stores of other nodes: time, and bytes that go between the ranks.
 
-    torchrun --nproc-per-node 8 benchmarks/parts_elsewhere.py DIR --megabytes 32
+    torchrun --nproc-per-node 8 benchmarks/ranks/parts_elsewhere.py DIR --megabytes 32
 
 Two ranks of the group share a store, as if they were a node. Each saves a tensor, and loads it from the store of other
 ranks, as after a restart that has put ranks on other nodes. What goes over loopback is counted by the kernel.

@@ -1,8 +1,8 @@
 """What many ranks cost the coordinator: up to 4,096 followers, simulated on one machine, with a real rank 0.
 
-    python benchmarks/simulated_ranks.py commit --ranks 512 4096  # agreement and commit: time; descriptors
-    python benchmarks/simulated_ranks.py commit --ranks 512 --savers 3  # descriptors of three Checkpointers of a group
-    python benchmarks/simulated_ranks.py plan --ranks 512 --tensors 100000 --shards 8  # time, memory
+    python benchmarks/ranks/simulated_ranks.py commit --ranks 512 4096  # agreement and commit: time; descriptors
+    python benchmarks/ranks/simulated_ranks.py commit --ranks 512 --savers 3  # three Checkpointers of a group
+    python benchmarks/ranks/simulated_ranks.py plan --ranks 512 --tensors 100000 --shards 8  # time, memory
 
 `commit`: the followers are one process. Each has a real connection over loopback and the real session on it; they take
 turns, so most of the wall time is that process's. `plan`: rank 0 plans a sharded save twice, writes `.metadata` into
