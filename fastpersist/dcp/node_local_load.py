@@ -1,9 +1,9 @@
 """Load a DCP checkpoint whose parts lie in several node-local stores: ranks that see a part broadcast it.
 
 A `PartsExchange` reads all parts and the metadata as one file, one after the other. Before a rank reads items
-(`FastPersistReader`), it fetches the blobs that lie in parts of other stores into memory: into files with holes, as
-long as the parts. Until they are read, a rank holds a second copy of what it needs from other stores; no rank holds the
-whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
+(`FastPersistReader`), it fetches the blobs that lie in parts of other stores into memory: into a file with holes, as
+long as all parts together. Until they are read, a rank holds a second copy of what it needs from other stores; no rank
+holds the whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _ExchangingReader(FastPersistReader):
         starts = list(accumulate((self._sizes[name] for name in names), initial=0))
         self._starts = dict(zip(names, starts, strict=False))
         self._missing = self._sizes.keys() - here
-        self._in_memory: dict[str, int] = {}  # descriptors of those that this rank reads of
+        self._in_memory = -1  # the descriptor of all of them, once this rank reads of one
         self._read = read
         entries = {entry.name: entry for entry in manifest.files}
         own = []
@@ -127,12 +127,15 @@ class _ExchangingReader(FastPersistReader):
         """Read what is in the checkpoint."""
         if METADATA_NAME not in self._missing:
             return super().read_metadata(*args, **kwargs)
-        fd = self._memory_of(METADATA_NAME)
-        extents = Extents()
-        start_bytes = self._starts.get(METADATA_NAME, 0)  # an empty file has no place
-        extents.add_pushed(start_bytes, self._sizes[METADATA_NAME], writing_to(fd, 0), with_crc=False)
-        self._exchange(-1, self._exchange.path, extents, engine=self._engine)
-        return read_metadata(f"/proc/self/fd/{fd}")[0]
+        fd = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+        try:
+            extents = Extents()
+            start_bytes = self._starts.get(METADATA_NAME, 0)  # an empty file has no place
+            extents.add_pushed(start_bytes, self._sizes[METADATA_NAME], writing_to(fd, 0), with_crc=False)
+            self._exchange(-1, self._exchange.path, extents, engine=self._engine)
+            return read_metadata(f"/proc/self/fd/{fd}")[0]
+        finally:
+            os.close(fd)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch what this rank reads of other stores, with the other ranks; then read everything."""
@@ -146,25 +149,22 @@ class _ExchangingReader(FastPersistReader):
                 wanted.setdefault(name, []).append(Extent(info.offset, info.length))
         extents = Extents()
         for name, places in sorted(wanted.items()):
-            fd = self._memory_of(name)
             for offset_bytes, size_bytes in merged(places):
                 start_bytes = self._starts[name] + offset_bytes
-                extents.add_pushed(start_bytes, size_bytes, writing_to(fd, offset_bytes), with_crc=False)
+                extents.add_pushed(start_bytes, size_bytes, writing_to(self._memory(), start_bytes), with_crc=False)
         self._exchange(-1, self._exchange.path, extents, engine=self._engine)
         try:
             return super().read_data(plan, planner)
         finally:
-            for name in wanted:
-                os.ftruncate(self._in_memory[name], 0)
-                os.ftruncate(self._in_memory[name], self._sizes[name])
+            if wanted:
+                os.ftruncate(self._memory(), 0)
 
-    def _memory_of(self, name: str) -> int:
-        """Return a file of holes in memory for a part of another store, which is closed when all ranks are done."""
-        if name not in self._in_memory:
-            fd = self._in_memory[name] = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
-            self._read.stack.callback(os.close, fd)
-            os.ftruncate(fd, self._sizes[name])
-        return self._in_memory[name]
+    def _memory(self) -> int:
+        """Return a file of holes in memory for parts of other stores, which is closed when all ranks are done."""
+        if self._in_memory < 0:
+            self._in_memory = os.memfd_create("fastpersist", os.MFD_CLOEXEC)
+            self._read.stack.callback(os.close, self._in_memory)
+        return self._in_memory
 
     def _part_bytes(self, name: str) -> int | None:
         return self._sizes.get(name)
@@ -172,4 +172,5 @@ class _ExchangingReader(FastPersistReader):
     def _open_part(self, path: str, name: str) -> PartReader:
         if name not in self._missing:
             return super()._open_part(path, name)
-        return PartReader(path, name, engine="auto", verify=self._verify, fd=os.dup(self._memory_of(name)))
+        place = Extent(self._starts.get(name, 0), self._sizes[name])
+        return PartReader(path, name, engine="auto", verify=self._verify, inside=(os.dup(self._memory()), place))

@@ -38,6 +38,7 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats import torch_zip
+from fastpersist.formats.byte_ranges import Extent
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
 from fastpersist.transfer.reader import Extents, read_extents
 
@@ -95,7 +96,7 @@ class PartReader:
         name: Of the part.
         engine: Engine name or "auto".
         verify: Check the CRC of every tensor that is read as a whole.
-        fd: An open file in place of the part; this object closes it.
+        inside: In place of the part: the descriptor of a file that has its bytes, which this object closes, and where.
 
     Raises:
         CheckpointNotFoundError: The part is missing.
@@ -103,19 +104,26 @@ class PartReader:
         StorageError: It cannot be opened.
     """
 
-    def __init__(self, directory: str, name: str, *, engine: str, verify: bool, fd: int | None = None) -> None:
+    def __init__(
+        self, directory: str, name: str, *, engine: str, verify: bool, inside: tuple[int, Extent] | None = None
+    ) -> None:
         self.path = os.path.join(directory, name)
         self.verify = verify
         self._engine = engine
         self._writer = _writer_of(name)
         try:
-            self._fd = open_regular(self.path) if fd is None else fd
+            self._fd = open_regular(self.path) if inside is None else inside[0]
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
             message = f"{self.path} is missing, which {self._writer} wrote: {directory} is not the whole checkpoint"
             raise CheckpointNotFoundError(errno.ENOENT, message, self.path) from None
-        self._size_bytes = os.fstat(self._fd).st_size
+        self._place = Extent(0, os.fstat(self._fd).st_size) if inside is None else inside[1]
+
+    @property
+    def start_bytes(self) -> int:
+        """Where the part begins in the file that is read."""
+        return self._place.offset_bytes
 
     def __enter__(self) -> PartReader:
         return self
@@ -173,7 +181,7 @@ class PartReader:
 
     def check_place(self, one: Wanted) -> None:
         """Refuse what does not lie in the part; see `require_place`."""
-        require_place(self.path, one.name, one.offset_bytes, one.size_bytes, self._size_bytes)
+        require_place(self.path, one.name, one.offset_bytes, one.size_bytes, self._place.size_bytes)
 
     def _add_found(self, one: Wanted, look: _Look, batch: Batch) -> None:
         """Add a tensor that its blob describes; an item that is not plain goes through torch.load."""
@@ -471,7 +479,8 @@ class Batch:
         """Read to memory of our own."""
         data = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         if size_bytes:
-            self._extents.add_memory(offset_bytes, size_bytes, data.data_ptr(), data, with_crc=False)
+            place = self._reader.start_bytes + offset_bytes
+            self._extents.add_memory(place, size_bytes, data.data_ptr(), data, with_crc=False)
         self._bytes += size_bytes
         return data
 
@@ -562,7 +571,7 @@ class Batch:
     ) -> int:
         """Read into bytes of a contiguous tensor, on any device."""
         return self._extents.add_storage(
-            offset_bytes,
+            self._reader.start_bytes + offset_bytes,
             memory.untyped_storage(),
             with_crc=with_crc,
             from_bytes=int(memory.storage_offset()) * memory.element_size() + from_bytes,
