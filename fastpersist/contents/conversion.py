@@ -32,6 +32,7 @@ from fastpersist.saving.containers import Checksum, Container, Literal, Part, co
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.write_file import WrittenFile, publish_file, write_file
 from fastpersist.transfer.engine_selection import refuse_null_engine
+from fastpersist.transfer.tensor_memory import storage_without_memory
 from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Conversion", "Wish", "convert"]
@@ -277,12 +278,10 @@ class _Planned:
 
 
 def _without_memory(target: _Target, address: int) -> torch.Tensor:
-    """Return a tensor whose storage has a length and an address, and no memory: files of any size can be planned."""
-    shape = target.stored.shape
-    if not target.size_bytes:
-        return torch.empty(shape, dtype=target.dtype)
-    claimed = (ctypes.c_char * target.size_bytes).from_address(address)  # never read, never written
-    return torch.frombuffer(claimed, dtype=torch.uint8).view(target.dtype).view(shape)
+    storage = storage_without_memory(target.size_bytes, address)
+    stand_in = torch.empty(0, dtype=target.dtype)
+    stand_in.set_(storage, 0, target.stored.shape)  # type: ignore[call-overload]
+    return stand_in
 
 
 def _stream(planned: _Planned, fd: int, path: str, *, engine: str, on_read: Callable[[int], object]) -> WrittenFile:

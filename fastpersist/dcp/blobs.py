@@ -20,6 +20,7 @@ import torch
 from fastpersist.formats import torch_zip
 from fastpersist.formats.layout import place_records
 from fastpersist.saving.skeleton import pickle_skeleton
+from fastpersist.transfer.tensor_memory import storage_without_memory
 
 __all__ = ["BLOCK_BYTES", "QUANTIZED", "SMALL_ALIGNMENT", "Blob", "Shape", "is_plain", "plain_blob"]
 
@@ -79,7 +80,7 @@ def plain_blob(dtype: torch.dtype, shape: Shape) -> Blob:
     """
     payload_bytes = math.prod(shape) * dtype.itemsize
     stand_in = torch.empty(0, dtype=dtype, device="cpu")
-    stand_in.set_(_storage_without_memory(payload_bytes), 0, shape)  # type: ignore[call-overload]
+    stand_in.set_(storage_without_memory(payload_bytes, ctypes.addressof(_BYTE)), 0, shape)  # type: ignore[call-overload]
     small = {b"data.pkl": pickle_skeleton(stand_in).pickle, b"byteorder": sys.byteorder.encode(), b"version": b"3\n"}
     sizes = {b"archive/" + name: len(data) for name, data in small.items()}
     version_size = sizes.popitem()
@@ -107,14 +108,6 @@ def plain_blob(dtype: torch.dtype, shape: Shape) -> Blob:
 
 
 _BYTE = ctypes.c_char()
-
-
-def _storage_without_memory(size_bytes: int) -> torch.UntypedStorage:
-    """Return a storage that has a length and no memory of its own, so that a tensor of any size can be planned."""
-    if not size_bytes:
-        return torch.UntypedStorage(0, device="cpu")
-    claimed = (ctypes.c_char * size_bytes).from_address(ctypes.addressof(_BYTE))  # never read, never written
-    return torch.frombuffer(claimed, dtype=torch.uint8).untyped_storage()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from fastpersist import _native
 from fastpersist.errors import ConfigError
 from fastpersist.transfer.torch_boundary import untraced
 
-__all__ = ["byte_tensor", "byte_view", "host_tensor", "locked_tensor"]
+__all__ = ["byte_tensor", "byte_view", "host_tensor", "locked_tensor", "storage_without_memory"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -28,6 +28,16 @@ _ADDRESSABLE_BYTES = (1 << 63) - 1
 
 
 # ------------------------------------------------------------------------------------------------ bytes of a tensor
+
+
+def storage_without_memory(size_bytes: int, address: int) -> torch.UntypedStorage:
+    """Return a storage that has a length and an address, and no memory, so that files of any size can be planned.
+
+    Nobody may read or write its bytes.
+    """
+    if not size_bytes:
+        return torch.UntypedStorage(0, device="cpu")
+    return host_tensor(address, size_bytes).untyped_storage()
 
 
 def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
