@@ -80,7 +80,8 @@ def plain_blob(dtype: torch.dtype, shape: Shape) -> Blob:
     """
     payload_bytes = math.prod(shape) * dtype.itemsize
     stand_in = torch.empty(0, dtype=dtype, device="cpu")
-    stand_in.set_(storage_without_memory(payload_bytes, ctypes.addressof(_BYTE)), 0, shape)  # type: ignore[call-overload]
+    storage = storage_without_memory(payload_bytes, ctypes.addressof(_BYTE))
+    stand_in.set_(storage, 0, shape)  # type: ignore[call-overload]
     small = {b"data.pkl": pickle_skeleton(stand_in).pickle, b"byteorder": sys.byteorder.encode(), b"version": b"3\n"}
     sizes = {b"archive/" + name: len(data) for name, data in small.items()}
     version_size = sizes.popitem()
