@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import _blake2
+import hashlib
+import hmac
 import itertools
+
+import pytest
 
 from fastpersist.distributed.connections.frames import FRAME_BYTES, MESSAGE, PROTOCOL, TAG_BYTES, Seal, digest_of, frame
 
@@ -20,6 +25,16 @@ def test_both_sides_make_the_same_tags() -> None:
         tag = ours.tag(digest_of(data))
         assert tag == theirs.tag(digest_of(memoryview(data)))
         assert len(tag) == TAG_BYTES
+
+
+def test_tags_need_no_openssl_whose_locks_a_fork_may_leave_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("this is OpenSSL's")
+
+    for module, name in ((hmac, "digest"), (hmac, "new"), (hashlib, "sha256"), (hashlib, "new")):
+        monkeypatch.setattr(module, name, refuse)
+    Seal(TOKEN, "up", HELLO, NONCE).tag(digest_of(b"go"))
+    assert hashlib.blake2b is _blake2.blake2b
 
 
 def test_a_tag_depends_on_token_direction_both_greetings_the_frame_and_its_place() -> None:
