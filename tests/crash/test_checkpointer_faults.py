@@ -23,7 +23,7 @@ from support.directories import Failing, FailingRefusing, leave
 from support.forking import SMALL_RING, in_child
 from support.leaks import no_leaks
 from support.log_levels import quiet
-from support.runs import FEW, Replay, Run, hidden_names, wait_for_writers
+from support.runs import FEW, Replay, Run, hidden_names, remove_root, wait_for_writers
 from support.sandbox import needs_root, small_filesystem
 
 import fastpersist as fp
@@ -140,7 +140,7 @@ def test_each_operation_fails_once(tmp_path: Path, sys_errno: int, lasting: bool
         with using(disk := double(EVERY_FOLLOWING, sys_errno)):
             trainer.save_and_replace()
         trainer.checkpointer.close()
-        shutil.rmtree(tmp_path / "run")
+        remove_root(tmp_path / "run")
         first = len(disk.names) - disk.names[::-1].index("allocate")
     failed: list[str] = []
     saved: list[weakref.ref[torch.Tensor]] = []
@@ -160,7 +160,7 @@ def test_each_operation_fails_once(tmp_path: Path, sys_errno: int, lasting: bool
             trainer.go_on(replay)
             saved += trainer.saved
             del trainer
-        shutil.rmtree(root)
+        remove_root(root)
         if not disk.failed:
             break
         failed.append(disk.failed)
@@ -202,7 +202,7 @@ def test_each_request_of_the_engine_fails_once(tmp_path: Path, fault: str) -> No
                     assert str(root / "step-00000003") in str(first)
                 trainer.go_on(replay)
                 del trainer
-            shutil.rmtree(root)
+            remove_root(root)
             if not hit:
                 break
     assert nth > 10
@@ -279,7 +279,7 @@ def test_disk_may_be_full_at_any_moment(tmp_path: Path, kind: str) -> None:
                 assert trainer.errors[2] is None
                 trainer.checkpointer.close()
                 del trainer
-            shutil.rmtree(root)
+            remove_root(root)
             prepare(root, sizes)
         assert outcomes[0] is None
         assert outcomes[-1] == 4

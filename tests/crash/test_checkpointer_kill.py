@@ -20,7 +20,7 @@ import pytest
 from support.directories import Refusing, WatchedDirectories, kill_alone, leave, wait_for_report
 from support.filesystems import Operation
 from support.forking import NOTHING_REPORTED, SMALL_RING, Child, Report
-from support.runs import FEW, SIZES, Replay, Run, hidden_names
+from support.runs import FEW, SIZES, Replay, Run, hidden_names, remove_root
 
 import fastpersist as fp
 from fastpersist import _native
@@ -205,7 +205,7 @@ def test_killed_before_each_operation(tmp_path: Path, refusing: bool) -> None:
         assert (ending.signal == signal.SIGKILL) == (nth < len(operations)), (nth, ending)
         seen.append(expect_whole(root, durable, replay))
         expect_next_process_clears_up(root, 5, 2, replay)
-        shutil.rmtree(root)
+        remove_root(root)
     assert seen == sorted(seen)
     assert set(seen) == ({3, 4} if refusing else {2, 3, 4})
 

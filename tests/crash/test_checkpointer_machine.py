@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from support.directories import Refusing, WatchedDirectories
 from support.filesystems import Operation
 from support.forking import SMALL_RING, in_child
-from support.runs import Run, copied, hidden_names, wait_for_writers
+from support.runs import Run, copied, hidden_names, remove_root, wait_for_writers
 from support.sameness import portrait
 
 import fastpersist as fp
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "scratch"):
             self.checkpointer.close()
             wait_for_writers()
-            shutil.rmtree(self.scratch)
+            remove_root(self.scratch)
 
     # --- what the root has to hold
 
@@ -202,7 +202,7 @@ class Machine(RuleBasedStateMachine):
         self.checkpointer.close()
         wait_for_writers()
         after = self.saved
-        shutil.rmtree(self.root)
+        remove_root(self.root)
         self.root = root
         self.checkpointer = fp.Checkpointer(self.root, **self.options)
         found = {number: self.look(number) for number in self.checkpointer.steps()}

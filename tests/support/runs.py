@@ -7,6 +7,7 @@ killed tells its successor all there is to know by the number of the step alone,
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from support.training import PATIENCE_S, HeldFilesystem
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import using
+from fastpersist.events.delivery import flush
 
 # No tensor is so large that torch would cut its work over threads: then the result would depend on their number.
 SIZES = (20_000, 12_000, 3_000, 7)
@@ -113,6 +115,12 @@ class Replay:
         """Load each step of a root; return which there are."""
         with fp.Checkpointer(root) as reader:
             return [self.check(reader.load(step, verify=True), step) for step in reader.steps()]
+
+
+def remove_root(root: Path) -> None:
+    """Remove a root of this process's Checkpointers: their events come to its log a little later than all else."""
+    assert flush(PATIENCE_S)
+    shutil.rmtree(root)
 
 
 def hidden_names(root: Path) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from support.forking import Report, run_in_child
-from support.runs import held_writers, hidden_names
+from support.runs import held_writers, hidden_names, remove_root
 from support.sandbox import become_ordinary_user, open_directory
 from support.training import PATIENCE_S
 
@@ -62,7 +61,7 @@ def test_root_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
     with fp.Checkpointer(root) as checkpointer:
         checkpointer.save(1, STATE)
         checkpointer.wait()  # nothing of it comes any more, neither to the log of events
-        shutil.rmtree(root)
+        remove_root(root)
         checkpointer.save(2, STATE).result()
     assert checkpointer.steps() == [2]
     assert sorted(os.listdir(root)) == [".lock", "LATEST", "events.jsonl", "step-00000002"]
@@ -74,7 +73,7 @@ def test_root_that_was_taken_away_below_a_save_is_an_error_of_that_save(tmp_path
     with held_writers() as writers:
         pending = checkpointer.save(1, STATE)
         assert writers.reached.wait(PATIENCE_S)
-        shutil.rmtree(root)
+        remove_root(root)
         writers.release()
         assert isinstance(pending.exception(), fp.StorageError)
     checkpointer.save(2, STATE)
