@@ -44,13 +44,13 @@ class _Clock:
     def note_length(self, now_s: float) -> None:
         """Count the time from one step to the next."""
         if self.stepped_s is not None:
-            beside = self.is_beside or _under_way > 0
+            beside = self.is_beside or len(_under_way) > 0
             count, seconds = self.lengths[beside]
             self.lengths[beside] = count + 1, seconds + now_s - self.stepped_s
-        self.stepped_s, self.is_beside = now_s, _under_way > 0
+        self.stepped_s, self.is_beside = now_s, len(_under_way) > 0
 
 
-_under_way = 0  # saves
+_under_way: weakref.WeakSet[object] = weakref.WeakSet()  # saves; one that nobody ends or holds any more is forgotten
 _clocks: weakref.WeakKeyDictionary[Optimizer, _Clock] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 
@@ -78,18 +78,16 @@ def note_step(optimizer: Optimizer, *, manual: bool) -> None:
             clock.started_s = None
 
 
-def save_begun() -> None:
+def save_begun(save: object) -> None:
     """Note that a save is under way, which steps may be beside of."""
-    global _under_way
     with _lock:
-        _under_way += 1
+        _under_way.add(save)
 
 
-def save_over() -> None:
+def save_over(save: object) -> None:
     """Note that a save is over, however it ended."""
-    global _under_way
     with _lock:
-        _under_way = max(0, _under_way - 1)  # a forked child ends what its parent has begun
+        _under_way.discard(save)
 
 
 def take_step_times(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
@@ -111,9 +109,9 @@ def take_step_times(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
 
 
 def _forget_saves() -> None:
-    global _lock, _under_way
+    global _lock
     _lock = threading.RLock()
-    _under_way = 0
+    _under_way.clear()
 
 
 os.register_at_fork(after_in_child=_forget_saves)

@@ -127,7 +127,7 @@ class PendingSave:
         self._has_returned = not returns
         self._committed_time_s: float | None = None  # told by `returned`
         self._told: set[str] = set()
-        save_begun()
+        save_begun(self)
         self._tell("save_begun", time.time() - stats.plan_s, wakes=False)
 
     # --- for everybody
@@ -417,9 +417,8 @@ class PendingSave:
             self._let_captures_go()
         finally:
             self._clean_up.clear()
+            save_over(self)
             with self._lock:
-                if not self._over:
-                    save_over()
                 self._over = True
                 calls = list(self._when_finished)
                 self._when_finished.clear()

@@ -19,6 +19,12 @@ def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1)
 
 
+@pytest.fixture(autouse=True)
+def no_other_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget saves that other tests have left under way."""
+    monkeypatch.setattr(pacing, "_under_way", weakref.WeakSet())
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
@@ -68,10 +74,11 @@ def test_lengths_of_steps_are_told_beside_a_save_and_without(clock: list[float])
     step_after(9.0)  # since when, is not known
     step_after(1.0)
     step_after(2.0)
-    pacing.save_begun()
+    save = an_optimizer()  # or any other object
+    pacing.save_begun(save)
     step_after(3.0)
     step_after(4.0)
-    pacing.save_over()
+    pacing.save_over(save)
     step_after(5.0)  # one was under way when it began
     step_after(6.0)
     pacing.note_save([optimizer], manual=False)  # which is over before the step
@@ -79,6 +86,8 @@ def test_lengths_of_steps_are_told_beside_a_save_and_without(clock: list[float])
     pacing.note_step(optimizer, manual=True)  # is no step
     assert pacing.take_step_times([an_optimizer(), optimizer]) == (pytest.approx(9.0 / 3), pytest.approx(20.0 / 4))
     assert pacing.take_step_times([optimizer]) == (0.0, 0.0)
+    pacing.save_begun(an_optimizer())  # which nobody holds
+    gc.collect()
     step_after(1.0)
     assert pacing.take_step_times([optimizer]) == (pytest.approx(1.0), 0.0)
 
