@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastpersist.distributed.messages import decoded, encoded
+from fastpersist.distributed.messages import decoded, encoded, preferring_failure_of_others
 from fastpersist.distributed.replica_check import difference
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError
@@ -81,8 +81,9 @@ def follow_plans(
         PeerError: Another rank has failed, or the plans differ.
     """
     session.tell(encoded(plan))
-    while "path" not in (said := decoded(session.hear(), 0)):
-        session.tell(encoded(describe() if said.get("describe") else reply(said)))
+    with preferring_failure_of_others(session):
+        while "path" not in (said := decoded(session.hear(), 0)):
+            session.tell(encoded(describe() if said.get("describe") else reply(said)))
     return said
 
 

@@ -109,6 +109,7 @@ def test_slow_disk_of_one_rank_holds_no_training(tmp_path: Path, slow: int) -> N
                 assert disk.reached.wait(PATIENCE_S)
             dist.barrier()
             assert not pending.done()
+            dist.barrier()
             disk.release()
             pending.result()
             trainer.close()

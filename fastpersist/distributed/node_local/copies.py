@@ -31,7 +31,7 @@ from typing import Any
 
 from fastpersist.commit.directory_commit import PendingDirectory
 from fastpersist.commit.filesystem import filesystem, open_regular
-from fastpersist.distributed.messages import decoded, encoded
+from fastpersist.distributed.messages import decoded, encoded, preferring_failure_of_others
 from fastpersist.distributed.node_local.detection import Stores, StoreSeeker, find_stores
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError
@@ -88,11 +88,12 @@ def agree_on_stores(session: Session, stores: Stores, path: str, next_number: Ca
 def _follow(session: Session, stores: Stores, path: str, next_number: Callable[[], int]) -> None:
     seeker = StoreSeeker(path, session.rank, stores)
     try:
-        while "stores" not in (said := decoded(session.hear(), 0)):
-            if said.get("number"):
-                session.tell(encoded({"number": next_number() if seeker.is_first() else 0}))
-            else:
-                session.tell(encoded(seeker.reply(said)))
+        with preferring_failure_of_others(session):
+            while "stores" not in (said := decoded(session.hear(), 0)):
+                if said.get("number"):
+                    session.tell(encoded({"number": next_number() if seeker.is_first() else 0}))
+                else:
+                    session.tell(encoded(seeker.reply(said)))
     finally:
         seeker.give_back()
     stores.first_ranks = [int(first) for first in said["stores"]]

@@ -42,7 +42,7 @@ from typing import Any, Literal, TypeAlias
 from fastpersist.commit.directory_commit import PendingDirectory
 from fastpersist.commit.filesystem import filesystem, is_there, make_directories, mount_of
 from fastpersist.commit.locks import ROOT_LOCK_NAME
-from fastpersist.distributed.messages import decoded, encoded, named
+from fastpersist.distributed.messages import decoded, encoded, named, preferring_failure_of_others
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError, FastPersistError, StorageError
 from fastpersist.events.log import EVENTS_NAME
@@ -337,9 +337,10 @@ class StoreSeeker:
         if self._stores is None:
             return None
         session.tell(encoded({"guest": True, "name": f"{label}, sharded"}))
-        while not (said := decoded(session.hear(), 0)).get("ready"):
-            session.tell(encoded(self.reply(said)))
-        return self.directory(said)
+        with preferring_failure_of_others(session):
+            while not (said := decoded(session.hear(), 0)).get("ready"):
+                session.tell(encoded(self.reply(said)))
+            return self.directory(said)
 
     def directory(self, go: Mapping[str, Any]) -> str | None:
         """Return where this rank writes its parts and its own files; None where all see one file system.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from fastpersist.distributed.file_agreement import (
     tell_done,
     tell_go,
 )
+from fastpersist.distributed.messages import encoded
+from fastpersist.distributed.node_local.detection import StoreSeeker
 
 OFFSETS = [4096, 1 << 33, (1 << 33) + 12288]
 
@@ -105,3 +108,31 @@ def test_bytes_that_are_no_crcs_are_refused() -> None:
 
     with pytest.raises(fp.CoordinationError, match="rank 1"):
         raise run_threads(2, work)[0]
+
+
+class FailedMeanwhile:
+    """A session in which rank 0 asks something, fails, and removes what the answer needs."""
+
+    def tell(self, _data: bytes) -> None:
+        """Take what this rank tells."""
+
+    def hear(self) -> bytes:
+        return encoded({"look": "step-1"})
+
+    def check(self) -> None:
+        raise fp.PeerError("rank 2 has failed", rank=2)
+
+
+def test_rank_that_lacks_what_a_failed_one_has_removed_tells_of_that_failure() -> None:
+    session: Any = FailedMeanwhile()
+
+    def reply(_said: dict[str, Any]) -> dict[str, Any]:
+        raise fp.StorageError(errno.ENOENT, "this rank does not see the same files as before")
+
+    with pytest.raises(fp.PeerError, match="rank 2 has failed"):
+        follow_plans(session, PLAN, dict, reply)
+    stores: Any = object()
+    writer = StoreSeeker("/a/step-1", 1, stores)
+    writer.reply = reply  # type: ignore[method-assign]
+    with pytest.raises(fp.PeerError, match="rank 2 has failed"):
+        writer.directory_for(session, "step 1")
