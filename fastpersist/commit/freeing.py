@@ -16,7 +16,7 @@ __all__ = ["await_freed", "freed_later"]
 
 _LARGE_BYTES = 64 << 20  # less is freed faster than a thread starts
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 _freeing: dict[threading.Thread, int | None] = {}  # its descriptor, until it closes that
 
 
@@ -77,7 +77,7 @@ def _close_in_thread(fd: int) -> None:
 def _close_in_child() -> None:
     """Let go of what a child has inherited, which would keep the space as long as the child lives."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for fd in _freeing.values():
         if fd is not None:
             os.close(fd)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.forking import Report, run_in_child
+from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.commit import freeing
@@ -98,6 +99,20 @@ def test_without_threads_the_caller_frees(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     assert not holders(path.stat().st_ino)
     assert not await_freed()
+
+
+def test_a_signal_handler_may_save_at_any_moment(tmp_path: Path) -> None:
+    path = sparse(tmp_path / "old", LARGE_BYTES)
+
+    def interrupted() -> None:
+        with freeing._lock, freed_later(str(path)):  # the handler comes while its own thread holds the lock
+            pass
+
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert await_freed() or not holders(path.stat().st_ino)
 
 
 def test_a_child_lets_go_of_what_it_inherits(tmp_path: Path, held_back: threading.Event) -> None:
