@@ -26,7 +26,7 @@ outputs come from a shared machine with two cores, on which other programs ran: 
 nothing. How the commands are used:
 [torch.save, unchanged](../how-to/torch-save.md), [monitoring](../how-to/monitoring.md), [pictures of a
 run](../how-to/report.md), [completion in a shell](../how-to/notebooks.md), [tuning](../how-to/tuning.md),
-[node-local disks](../how-to/node-local.md), [benchmarks](../explanation/benchmarks.md)."""
+[node-local disks](../how-to/node-local.md), [benchmarks](../benchmarks/index.md)."""
 
 
 def help_of(words: list[str]) -> str:

@@ -66,7 +66,7 @@ COMMANDS = {
     "generate": ["generate", "models/llama", "--prompt-len", "8", "--gen-len", "5", "--quiet"],
     "rows": ["rows", "pack", "feat.npy", "packed.npy", "--order", "degree.npy"],
 }
-"""Not here: what needs a terminal, and `bench`, whose tables are in docs/explanation/benchmarks.md."""
+"""Not here: what needs a terminal, and `bench`, whose tables are in docs/benchmarks/."""
 
 
 def output_of(words: list[str], directory: str) -> str:
