@@ -392,9 +392,7 @@ class RowStore:
                 f"{native.stats()['slot_count']}; raise cache_bytes"
             )
 
-    def _keep_on_device(
-        self, native: _native.RowStore, ids: torch.Tensor, device: torch.device, at_once: int
-    ) -> None:
+    def _keep_on_device(self, native: _native.RowStore, ids: torch.Tensor, device: torch.device, at_once: int) -> None:
         if device.type != "cuda":
             raise ConfigError(f"rows are kept in the cache or on a CUDA device, not on {device}")
         self._on_device.pop(device, None)
@@ -621,7 +619,7 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
         raise ConfigError(f"device is {device!r}: {error}") from None
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, and torch finds no CUDA device here")
-    if wanted.type == "cuda" and wanted.index is None:
+    if wanted == torch.device("cuda"):  # rows are kept by the device's number
         return torch.device("cuda", torch.cuda.current_device())
     return wanted
 
