@@ -170,11 +170,11 @@ size_t RowStore::Keep(std::span<const int64_t> ids) {
 
 std::shared_ptr<RowRequest> RowStore::Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch) {
   auto request = std::make_shared<RowRequest>(result, table_.row_bytes(), batch);
+  if (FailIfChanged(*request)) return request;
   if (ids.empty()) {
     request->EndReads(1, /*has_copied=*/false);
     return request;
   }
-  if (FailIfChanged(*request)) return request;
   if (request->is_registered()) {
     const std::lock_guard lock(lock_);
     cache_->SetReadBatch(batch);

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastpersist.errors import ConfigError
+from fastpersist.errors import ConfigError, RowIndexError
+from fastpersist.rows.device_rows import rows_at
 from fastpersist.rows.store import RowStore
 
 __all__ = ["RowEmbedding"]
@@ -52,7 +53,14 @@ class RowEmbedding(torch.nn.Module):
         Raises:
             RowIndexError, ConfigError, StorageError: As `RowStore.gather`.
         """
-        return self.rows.gather(ids, device=ids.device)
+        if not ids.is_cuda:
+            return self.rows.gather(ids)
+        try:  # a row that is asked for more than once crosses the bus once
+            unique, inverse = torch.unique(ids, return_inverse=True)
+            return rows_at(self.rows.gather(unique, device=ids.device), inverse)
+        except RowIndexError:
+            self.rows.gather(ids)  # tells which of the ids it is
+            raise
 
     def extra_repr(self) -> str:
         """Describe the table."""

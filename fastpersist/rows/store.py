@@ -25,6 +25,7 @@ from fastpersist.arguments import byte_count, local_path
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, FastPersistError, InternalError
 from fastpersist.rows.ahead import ahead
+from fastpersist.rows.device_rows import DeviceRows, Split, kept_on_device
 from fastpersist.rows.ids import checked_ids
 from fastpersist.rows.opening import RowSource, Source, open_rows
 from fastpersist.transfer.arena import available_host_bytes
@@ -49,6 +50,7 @@ class RowStats:
 
     Attributes:
         row_count: Rows asked for, duplicates included.
+        device_row_count: Of these, rows that were on a device already.
         hit_count: Of these, rows that the cache had.
         shared_count: Of these, rows that came by a read which another request had under way.
         read_count: Requests to the kernel.
@@ -60,6 +62,7 @@ class RowStats:
     """
 
     row_count: int
+    device_row_count: int
     hit_count: int
     shared_count: int
     read_count: int
@@ -71,8 +74,8 @@ class RowStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of the rows asked for that the cache had; 0 before the first request."""
-        return self.hit_count / self.row_count if self.row_count else 0.0
+        """The share of the rows asked for that the cache or a device had; 0 before the first request."""
+        return (self.device_row_count + self.hit_count) / self.row_count if self.row_count else 0.0
 
 
 class RowTicket:
@@ -84,13 +87,20 @@ class RowTicket:
     """
 
     def __init__(
-        self, store: RowStore, ids: torch.Tensor, shape: torch.Size, batch: int, device: torch.device | None
+        self,
+        store: RowStore,
+        ids: torch.Tensor,
+        shape: torch.Size,
+        batch: int,
+        device: torch.device | None,
+        split: Split | None,
     ) -> None:
         self._store = store
-        self._ids = ids
+        self._ids = ids  # of the rows that are not on the device
         self._shape = shape
         self._batch = batch
         self._device = device
+        self._split = split
         self._rows: torch.Tensor | None = None
         self._request: _native.RowRequest | None = None
         self._native: _native.RowStore | None = None  # which works on the request; a forked child has another
@@ -209,6 +219,8 @@ class RowStore:
         self._batch = 0  # of the last ticket
         self._waiting: deque[weakref.ref[RowTicket]] = deque()  # tickets that were not started, oldest first
         self._under_way_bytes: dict[int, int] = {}  # by batch: results of tickets that were started and not taken
+        self._on_device: dict[torch.device, DeviceRows] = {}
+        self._device_row_count = 0
         self._open(self._cache_bytes)
         self._closed = False
         _open_stores.add(self)
@@ -271,11 +283,13 @@ class RowStore:
         native = self._opened()
         flat, shape = self._checked(native, ids)
         wanted = _checked_device(device)
-        rows = self._new_rows(flat.numel(), wanted) if out is None else self._checked_out(out, shape)
-        self._bring(native, flat, rows, 0)
         if out is not None:
+            self._bring(native, flat, self._checked_out(out, shape), 0)
             return out if wanted is None else out.to(wanted)
-        return self._shaped(rows, shape, wanted)
+        flat, split = self._split(flat, wanted)
+        rows = self._new_rows(flat.numel(), wanted)
+        self._bring(native, flat, rows, 0)
+        return self._shaped(rows, shape, wanted, split)
 
     def gather_unique(self, ids: Any, *, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row once, and where each id finds its own: `unique[inverse]` is `gather(ids)`.
@@ -311,11 +325,13 @@ class RowStore:
         """
         native = self._opened()
         flat, shape = self._checked(native, ids)
-        flat = flat.clone()  # the caller may change them
         wanted = _checked_device(device)
+        flat, split = self._split(flat, wanted)
+        if split is None:
+            flat = flat.clone()  # the caller may change them
         with self._lock:
             self._batch += 1
-            ticket = RowTicket(self, flat, shape, self._batch, wanted)
+            ticket = RowTicket(self, flat, shape, self._batch, wanted, split)
             native.register(flat.data_ptr(), flat.numel(), ticket._batch)
             self._waiting.append(weakref.ref(ticket))
         self._start_waiting()
@@ -345,17 +361,30 @@ class RowStore:
         """
         return ahead(loader, lambda batch: self.prefetch(ids(batch), device=device), window)
 
-    def keep(self, ids: Any) -> None:
-        """Read rows into the cache, where they stay until the store is closed.
+    def keep(self, ids: Any, *, device: torch.device | str | None = None) -> None:
+        """Read rows into the cache, or the memory of a device, where they stay until the store is closed.
+
+        Requests with this `device` then copy such rows from its own memory; the others come by the cache and the disk.
+        That takes the rows' bytes on the device, and 4 bytes on the CPU for each row of the table.
+
+        Args:
+            ids: As for `gather`.
+            device: A CUDA device, whose rows of an earlier call are given up. None: the cache, which keeps those, too.
 
         Raises:
             ConfigError: The cache has no room for all of them; it keeps as many as it can.
             RowIndexError: As `gather`; so is StorageError.
+            torch.OutOfMemoryError: The device has no room. It keeps none.
         """
         native = self._opened()
         flat, _ = self._checked(native, ids)
+        wanted = _checked_device(device)
+        at_once = max(1, _KEPT_AT_ONCE_BYTES // self.row_bytes)
+        if wanted is not None and wanted.type != "cpu":
+            self._keep_on_device(native, flat.unique(), wanted, at_once)
+            return
         native.keep(flat.data_ptr(), flat.numel())
-        for some in flat.split(max(1, _KEPT_AT_ONCE_BYTES // self.row_bytes)):
+        for some in flat.split(at_once):
             self._bring(native, some, self._new_rows(some.numel(), None), _native.KEEP_BATCH)
         if left_count := native.keep(flat.data_ptr(), flat.numel()):
             raise ConfigError(
@@ -363,12 +392,28 @@ class RowStore:
                 f"{native.stats()['slot_count']}; raise cache_bytes"
             )
 
+    def _keep_on_device(self, native: _native.RowStore, ids: torch.Tensor, device: torch.device, at_once: int) -> None:
+        if device.type != "cuda":
+            raise ConfigError(f"rows are kept in the cache or on a CUDA device, not on {device}")
+        self._on_device.pop(device, None)
+        if not ids.numel():
+            return
+        rows = torch.empty((ids.numel(), *self.row_shape), dtype=self.dtype, device=device)
+
+        def read(some: torch.Tensor) -> torch.Tensor:
+            found = self._new_rows(some.numel(), device)
+            self._bring(native, some, found, 0)
+            return found
+
+        self._on_device[device] = kept_on_device(ids, self.row_count, rows, read, at_once)
+
     def stats(self) -> RowStats:
         """Return what the store has done so far."""
         native = self._opened()
         found = native.stats()
         return RowStats(
-            row_count=found["row_count"],
+            row_count=found["row_count"] + self._device_row_count,
+            device_row_count=self._device_row_count,
             hit_count=found["hit_count"],
             shared_count=found["shared_count"],
             read_count=found["read_count"],
@@ -385,6 +430,7 @@ class RowStore:
         """Give memory and files back; requests under way fail. Does nothing when called again."""
         with self._lock:
             self._closed = True
+            self._on_device = {}
             native, self._native = self._native, None
             fds, self._fds = self._fds, []
         if native is not None:
@@ -444,7 +490,21 @@ class RowStore:
         pinned = device is not None and device.type == "cuda"
         return torch.empty((count, *self.row_shape), dtype=self.dtype, pin_memory=pinned)
 
-    def _shaped(self, rows: torch.Tensor, shape: torch.Size, device: torch.device | None) -> torch.Tensor:
+    def _split(self, ids: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Split | None]:
+        """Return the ids of the rows that are not on the device, and how their rows join those that are."""
+        kept = None if device is None else self._on_device.get(device)
+        if kept is None:
+            return ids, None
+        split = kept.split(ids)
+        with self._lock:
+            self._device_row_count += ids.numel() - split.other_ids.numel()
+        return split.other_ids, split
+
+    def _shaped(
+        self, rows: torch.Tensor, shape: torch.Size, device: torch.device | None, split: Split | None
+    ) -> torch.Tensor:
+        if split is not None:
+            rows = split.joined(rows)
         rows = rows.view((*shape, *self.row_shape))
         return rows if device is None else rows.to(device, non_blocking=True)
 
@@ -517,7 +577,7 @@ class RowStore:
         self._under_way_bytes.pop(ticket._batch, None)
         self._start_waiting()
         request.raise_failure()
-        return self._shaped(rows, ticket._shape, ticket._device)
+        return self._shaped(rows, ticket._shape, ticket._device, ticket._split)
 
     def _give_up(self, ticket: RowTicket) -> None:
         with self._lock:
@@ -559,6 +619,8 @@ def _checked_device(device: torch.device | str | None) -> torch.device | None:
         raise ConfigError(f"device is {device!r}: {error}") from None
     if wanted.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, and torch finds no CUDA device here")
+    if wanted == torch.device("cuda"):  # rows are kept by the device's number
+        return torch.device("cuda", torch.cuda.current_device())
     return wanted
 
 

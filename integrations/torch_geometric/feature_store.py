@@ -65,12 +65,17 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
 
     An index is None for all rows, a slice, one number, a mask, or ids; of ids on disk, none is negative.
 
+    Args:
+        device: Where rows from disk are to be, as in `RowStore.gather`; they are copied there beside the caller. The
+            other attributes stay where they are.
+
     Thread safety: any thread may get rows; `add`, `put_tensor`, `remove_tensor` and `close` belong to one at a time. A
     forked child may use it, as it may use a RowStore. It is pickled with the attributes that are in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__()
+        self._device = device
         self._lock = threading.Lock()
         self._rows: dict[_Key, RowStore] = {}
         self._owned: list[RowStore] = []
@@ -133,7 +138,7 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
         for key, rows in self._rows.items():
             ids = nodes if by_group is None else by_group.get(key[0])
             if ids is not None:
-                ticket._tickets[key, id(ids)] = rows.prefetch(ids)
+                ticket._tickets[key, id(ids)] = rows.prefetch(ids, device=self._device)
         with self._lock:
             for ids, _ in ticket._nodes:
                 self._ahead[id(ids)] = ticket
@@ -202,7 +207,7 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
             ticket = None if ahead is None else ahead._take(key, attr.index)
             if ticket is not None:
                 return ticket
-        return rows.prefetch(_ids(attr.index, rows.row_count))
+        return rows.prefetch(_ids(attr.index, rows.row_count), device=self._device)
 
     def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
         key = (attr.group_name, attr.attr_name)

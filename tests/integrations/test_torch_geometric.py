@@ -234,6 +234,18 @@ def test_rows_that_were_asked_for_are_taken_once(features: Recorded) -> None:
     assert rows.stats().row_count == 6
 
 
+def test_rows_come_to_the_device_of_the_store(tmp_path: Path) -> None:
+    with RowFeatureStore(device="meta") as store:  # any other than the CPU
+        store.add(stored(tmp_path / "x.npy", table(NODE_COUNT)))
+        store.put_tensor(torch.arange(NODE_COUNT), group_name=None, attr_name="y", index=None)
+        ids = torch.tensor([3, 4])
+        ticket = store.prefetch(ids)
+        for index in (ids, slice(2), 7):
+            assert store.get_tensor(TensorAttr(None, "x", index)).is_meta
+        assert store.get_tensor(TensorAttr(None, "y", ids)).tolist() == [3, 4]
+        assert ticket.done()
+
+
 def test_ids_that_were_changed_since_are_asked_for_anew(features: Recorded) -> None:
     ids = torch.tensor([4, 2])
     ticket = features.prefetch(ids)

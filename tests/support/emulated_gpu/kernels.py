@@ -35,6 +35,7 @@ _PENDING_BYTES = 256 << 20
 _library: Any = None  # of the registrations; they end with it
 _double: CudaDouble | None = None
 _lock = threading.Lock()
+_copied: list[tuple[torch.cuda.Event, torch.UntypedStorage]] = []  # pinned memory that copies may still use
 _pending: list[tuple[int, int, int]] = []  # address, size, stream: of memory that copies in streams may still read
 
 
@@ -332,3 +333,9 @@ def _copy_bytes(target: torch.Tensor, source: torch.Tensor, size_bytes: int, non
             host = target if target.device.type == "cpu" else source
             if not (non_blocking and host.is_pinned()):
                 stream.synchronize()
+                return
+            # torch's own copy tells the allocator of pinned memory, which then waits for the stream before it gives
+            # the memory to others. Nothing of that can be called from here: so the memory is kept until then.
+            with _lock:
+                _copied[:] = [(event, memory) for event, memory in _copied if not event.query()]
+                _copied.append((stream.record_event(), host.untyped_storage()))

@@ -163,11 +163,21 @@ def device_rows(case: Case, device: torch.device) -> list[Row]:
         torch.index_select(tensor(), 0, ids, out=pinned())
         return on_device(lambda _ids: pinned())(case, _path, ids)
 
+    @cache
+    def kept() -> fastpersist.RowStore:
+        opened = _opened(case, cache_bytes=0)
+        opened.keep(torch.arange(case.table.row_count), device=device)
+        return opened
+
     return [
         _gather_row(case, "copy of rows in pinned memory", "ceiling", copied),
         _gather_row(
             case, "fastpersist.RowStore, all cached", "fastpersist",
             on_device(lambda ids: store().gather(ids, device=device)),
+        ),
+        _gather_row(
+            case, "fastpersist.RowStore, all kept on the device", "fastpersist",
+            on_device(lambda ids: kept().gather(ids, device=device)),
         ),
         _gather_row(
             case, "torch.index_select into pinned memory, copied", "peer",

@@ -1,0 +1,147 @@
+"""Rows gathered to a GPU: the right ones, in the order of the caller's stream, wherever they were before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from support.gpu_device import DEVICE, GPU, keep_busy, needs_cuda, random_tensor
+from support.row_tables import make_rows
+
+import fastpersist as fp
+from fastpersist.errors import RowIndexError, StorageError
+from fastpersist.rows import store
+
+pytestmark = GPU
+
+COUNT = 4000
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    return make_rows(COUNT)
+
+
+@pytest.fixture
+def path(rows: torch.Tensor, tmp_path: Path) -> Path:
+    path = tmp_path / "table.npy"
+    fp.write_rows(path, rows)
+    return path
+
+
+def some_ids(count: int) -> torch.Tensor:
+    return torch.randint(COUNT, (count,), generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("kept_count", [0, 1, COUNT // 2, COUNT])
+def test_all_requests_bring_the_rows(kept_count: int, path: Path, rows: torch.Tensor) -> None:
+    """With none, some and all of them on the device."""
+    with fp.RowStore(path) as opened:
+        if kept_count and DEVICE.type == "cuda":
+            opened.keep(some_ids(2 * COUNT)[:kept_count] if kept_count < COUNT else range(COUNT), device=DEVICE)
+        for ids in (some_ids(1), some_ids(3000), some_ids(600).view(20, 30), torch.tensor(7), torch.empty(0, 3).long()):
+            found = opened.gather(ids, device=DEVICE)
+            assert found.device == DEVICE
+            assert torch.equal(found.cpu(), rows[ids])
+            assert torch.equal(opened.prefetch(ids, device=DEVICE).result().cpu(), rows[ids])
+            unique, inverse = opened.gather_unique(ids, device=DEVICE)
+            assert torch.equal(unique[inverse].cpu(), rows[ids])
+        batches = [some_ids(count) for count in (500, 700, 3)]
+        for batch, found in opened.ahead(batches, ids=lambda batch: batch, device=DEVICE):
+            assert torch.equal(found.cpu(), rows[batch])
+
+
+@needs_cuda
+def test_rows_on_the_device_are_not_read(path: Path, rows: torch.Tensor) -> None:
+    with fp.RowStore(path, cache_bytes=0) as opened:
+        opened.keep(range(1000), device=DEVICE)
+        before = opened.stats()
+        assert torch.equal(opened.gather(range(1000), device=DEVICE).cpu(), rows[:1000])
+        after = opened.stats()
+        assert after.read_count == before.read_count
+        assert after.device_row_count - before.device_row_count == after.row_count - before.row_count == 1000
+        assert torch.equal(opened.gather(range(10)), rows[:10])
+        assert opened.stats().read_count > after.read_count, "rows for the CPU come from the disk"
+
+
+@needs_cuda
+def test_many_rows_are_brought_piece_by_piece(path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by a copy that its successor, in the same pinned memory, must not overtake."""
+    monkeypatch.setattr(store, "_KEPT_AT_ONCE_BYTES", rows[0].nbytes * 50)
+    keep_busy()
+    with fp.RowStore(path, cache_bytes=0) as opened:
+        opened.keep(range(COUNT), device=DEVICE)
+        assert torch.equal(opened.gather(range(COUNT), device=DEVICE).cpu(), rows)
+
+
+@needs_cuda
+def test_a_second_call_takes_the_place_of_the_first(path: Path, rows: torch.Tensor) -> None:
+    with fp.RowStore(path, cache_bytes=0) as opened:
+        opened.keep(range(1000), device=DEVICE)
+        opened.keep(range(2000, 2100), device="cuda")
+        assert torch.equal(opened.gather(range(COUNT), device=DEVICE).cpu(), rows)
+        assert opened.stats().device_row_count == 100
+        opened.keep([], device=DEVICE)
+        assert torch.equal(opened.gather(range(COUNT), device=DEVICE).cpu(), rows)
+        assert opened.stats().device_row_count == 100
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (16,)])
+def test_rows_of_any_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
+    table = torch.randint(0, 2, (50, *shape)).to(dtype)
+    fp.save({"x": table}, tmp_path / "x.safetensors")
+    with fp.RowStore(tmp_path / "x.safetensors") as opened:
+        opened.keep(range(20), device=DEVICE)
+        found = opened.gather(range(50), device=DEVICE)
+    assert found.dtype == dtype
+    assert torch.equal(found.cpu().view(torch.uint8), table.view(torch.uint8))
+
+
+@needs_cuda
+def test_kept_rows_come_in_the_order_of_each_stream(path: Path, rows: torch.Tensor) -> None:
+    """A stream that is not the one of `keep`, and that is busy."""
+    ids = some_ids(3000)
+    with fp.RowStore(path) as opened:
+        opened.keep(range(COUNT // 2), device=DEVICE)
+        found = []
+        for _ in range(3):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                keep_busy()
+                found.append(opened.gather(ids, device=DEVICE).clone())
+        torch.cuda.synchronize()
+    assert all(torch.equal(one.cpu(), rows[ids]) for one in found)
+
+
+@needs_cuda
+def test_a_changed_table_is_noticed_though_all_rows_are_on_the_device(path: Path) -> None:
+    with fp.RowStore(path) as opened:
+        opened.keep(range(10), device=DEVICE)
+        os.utime(path, (1, 1))
+        with pytest.raises(StorageError, match="has changed"):
+            opened.gather(range(10), device=DEVICE)
+
+
+@needs_cuda
+def test_bad_ids_are_named_before_anything_is_looked_up(path: Path) -> None:
+    with fp.RowStore(path) as opened:
+        opened.keep(range(10), device=DEVICE)
+        with pytest.raises(RowIndexError, match=rf"ids\[1\] is {COUNT}"):
+            opened.gather([1, COUNT], device=DEVICE)
+
+
+def test_an_embedding_for_ids_on_the_device(tmp_path: Path) -> None:
+    table = random_tensor(1000 * 12).view(1000, 12)
+    fp.write_rows(tmp_path / "table.npy", table.cpu())
+    ids = torch.randint(1000, (7, 300)).to(DEVICE)
+    with fp.RowStore(tmp_path / "table.npy") as opened:
+        embedding = fp.RowEmbedding(opened)
+        assert torch.equal(embedding(ids), torch.nn.functional.embedding(ids, table))
+        ids[3, 200] = 1000
+        with pytest.raises(RowIndexError, match=r"ids\[3, 200\] is 1000"):
+            embedding(ids)
