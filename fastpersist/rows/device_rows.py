@@ -1,4 +1,4 @@
-"""Rows kept in the memory of a CUDA device: requests for that device take them there, and read only the others."""
+"""Rows in the memory of a CUDA device: kept there, so that requests read only the others; or on their way there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["DeviceRows", "Split", "kept_on_device", "rows_at"]
+__all__ = ["DeviceRows", "SentRows", "Split", "kept_on_device", "rows_at", "send_rows"]
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -63,6 +63,36 @@ class Split(NamedTuple):
                 there = _as_words(other_rows.to(device, non_blocking=True))
                 _as_words(joined).index_copy_(0, self.other.to(device, non_blocking=True), there)
         return joined
+
+
+class SentRows(NamedTuple):
+    """Rows on their way to a device, in a stream of ours, beside what the caller's streams do.
+
+    Attributes:
+        rows: They, on the device.
+        event: What the stream reaches when they are there.
+    """
+
+    rows: torch.Tensor
+    event: torch.cuda.Event
+
+    def taken(self) -> torch.Tensor:
+        """Return them for the caller's current stream, which waits for them."""
+        stream = torch.cuda.current_stream(self.rows.device)
+        stream.wait_event(self.event)
+        self.rows.record_stream(stream)
+        return self.rows
+
+
+def send_rows(bring: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> SentRows:
+    """Bring rows to a device in a stream of ours.
+
+    Args:
+        bring: Copies them there in the current stream, and returns them.
+        stream: Of the device.
+    """
+    with torch.cuda.stream(stream):
+        return SentRows(bring(), stream.record_event())
 
 
 def kept_on_device(

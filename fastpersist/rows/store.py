@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from fastpersist.arguments import byte_count, local_path
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, FastPersistError, InternalError
 from fastpersist.rows.ahead import ahead
-from fastpersist.rows.device_rows import DeviceRows, Split, kept_on_device
+from fastpersist.rows.device_rows import DeviceRows, SentRows, Split, kept_on_device, send_rows
 from fastpersist.rows.ids import checked_ids
 from fastpersist.rows.opening import RowSource, Source, open_rows
 from fastpersist.transfer.arena import available_host_bytes
@@ -101,6 +101,7 @@ class RowTicket:
         self._batch = batch
         self._device = device
         self._split = split
+        self._sent: SentRows | None = None
         self._rows: torch.Tensor | None = None
         self._request: _native.RowRequest | None = None
         self._native: _native.RowStore | None = None  # which works on the request; a forked child has another
@@ -218,8 +219,9 @@ class RowStore:
         self._cache_bytes = byte_count(cache_bytes, "cache_bytes")
         self._batch = 0  # of the last ticket
         self._waiting: deque[weakref.ref[RowTicket]] = deque()  # tickets that were not started, oldest first
-        self._under_way_bytes: dict[int, int] = {}  # by batch: results of tickets that were started and not taken
+        self._under_way: dict[int, _UnderWay] = {}  # by batch: tickets that were started and not taken, oldest first
         self._on_device: dict[torch.device, DeviceRows] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._device_row_count = 0
         self._open(self._cache_bytes)
         self._closed = False
@@ -476,7 +478,7 @@ class RowStore:
         self._lock = threading.Lock()  # the parent's may be held, and nobody here would release it
         self._native = None
         self._fds = []  # closed already
-        self._under_way_bytes = {}
+        self._under_way = {}
 
     # --- requests
 
@@ -542,8 +544,10 @@ class RowStore:
             while self._waiting and not self._closed:
                 ticket = self._waiting[0]()
                 if ticket is not None and ticket._request is None and ticket._error is None:
-                    ahead_bytes = sum(self._under_way_bytes.values()) + self._bytes_of(ticket)
-                    if len(self._under_way_bytes) >= _UNDER_WAY_COUNT_MIN and ahead_bytes > self._ahead_bytes:
+                    # A list first: whoever drops a ticket, in any thread, takes it out of the dict meanwhile.
+                    under_way_bytes = sum(one.size_bytes for one in list(self._under_way.values()))
+                    ahead_bytes = under_way_bytes + self._bytes_of(ticket)
+                    if len(self._under_way) >= _UNDER_WAY_COUNT_MIN and ahead_bytes > self._ahead_bytes:
                         return
                     self._start_ticket(ticket)
                 self._waiting.popleft()
@@ -557,7 +561,7 @@ class RowStore:
             ticket._native = self._opened_alone()
             ticket._rows = self._new_rows(ticket._ids.numel(), ticket._device)
             ticket._request = self._start(ticket._native, ticket._ids, ticket._rows, ticket._batch)
-            self._under_way_bytes[ticket._batch] = self._bytes_of(ticket)
+            self._under_way[ticket._batch] = _UnderWay(self._bytes_of(ticket), weakref.ref(ticket))
             if ticket._error is not None:  # dropped meanwhile, by another thread
                 self._drop(ticket)
         except (FastPersistError, RuntimeError) as error:  # without memory, torch raises a RuntimeError
@@ -574,10 +578,38 @@ class RowStore:
                 raise ticket._error or InternalError("a request for rows was neither started nor failed")
         if not request.wait(timeout):
             raise TimeoutError(f"the rows of {self._path} are not there after {timeout} s")
-        self._under_way_bytes.pop(ticket._batch, None)
+        self._under_way.pop(ticket._batch, None)
         self._start_waiting()
         request.raise_failure()
+        sent = ticket._sent
+        taken = self._result(ticket, rows) if sent is None else sent.taken()
+        self._send_next()
+        return taken
+
+    def _result(self, ticket: RowTicket, rows: torch.Tensor) -> torch.Tensor:
         return self._shaped(rows, ticket._shape, ticket._device, ticket._split)
+
+    def _send_next(self) -> None:
+        """Send the rows of the oldest ticket that nobody has taken to its device, if they are there, in our stream.
+
+        So they come beside what the caller does with the rows that were taken.
+        """
+        with self._lock:
+            under_way = list(self._under_way.values())
+            ticket = under_way[0].ticket() if under_way else None
+            if ticket is None or ticket._sent is not None or ticket._request is None or not ticket._request.done():
+                return
+            rows, device = ticket._rows, ticket._device
+            if rows is None or device is None or device.type != "cuda":
+                return
+            try:
+                ticket._request.raise_failure()
+            except FastPersistError:  # who takes it is told
+                return
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream(device)
+        ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
 
     def _give_up(self, ticket: RowTicket) -> None:
         with self._lock:
@@ -592,12 +624,17 @@ class RowStore:
         """Free what a ticket has. Needs no lock: the garbage collector may call this anywhere, with any lock held."""
         if ticket._error is None:  # first, so that a thread that starts it now sees this, or is seen below
             ticket._error = ConfigError(f"this request for rows of {self._path} was dropped")
-        self._under_way_bytes.pop(ticket._batch, None)
+        self._under_way.pop(ticket._batch, None)
         native = self._native
         if ticket._request is None and native is not None:
             with contextlib.suppress(FastPersistError):  # it is being closed
                 native.unregister(ticket._ids.data_ptr(), ticket._ids.numel(), ticket._batch)
-        ticket._rows = ticket._request = None  # which cancels it
+        ticket._rows = ticket._request = ticket._sent = None  # which cancels it
+
+
+class _UnderWay(NamedTuple):
+    size_bytes: int
+    ticket: weakref.ref[RowTicket]
 
 
 def _as_absolute(source: Source) -> Source:

@@ -205,8 +205,8 @@ def try_input(data: bytes) -> None:
             actor.tickets.clear()
         del actor
         gc.collect(1)
-        if store._under_way_bytes:
-            raise AssertionError(f"still under way: {store._under_way_bytes}")
+        if store._under_way:
+            raise AssertionError(f"still under way: {store._under_way}")
         # Whatever has failed or was cancelled, nothing of it is left.
         actors[0].check(torch.arange(ROW_COUNT), store.gather(torch.arange(ROW_COUNT)))
         store.close()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.gpu_device import DEVICE, GPU, keep_busy, needs_cuda, random_tensor
+from support.ranks_in_threads import eventually
 from support.row_tables import make_rows
 
 import fastpersist as fp
-from fastpersist.errors import RowIndexError, StorageError
+from fastpersist.errors import ConfigError, RowIndexError, StorageError
 from fastpersist.rows import store
 
 pytestmark = GPU
@@ -116,6 +117,51 @@ def test_kept_rows_come_in_the_order_of_each_stream(path: Path, rows: torch.Tens
                 found.append(opened.gather(ids, device=DEVICE).clone())
         torch.cuda.synchronize()
     assert all(torch.equal(one.cpu(), rows[ids]) for one in found)
+
+
+@needs_cuda
+@pytest.mark.parametrize("kept_count", [0, COUNT // 2])
+def test_the_next_rows_come_while_the_caller_computes(kept_count: int, path: Path, rows: torch.Tensor) -> None:
+    """In a stream of ours; the caller's, whichever it is by then, waits for them alone."""
+    with fp.RowStore(path) as opened:
+        opened.keep(range(kept_count), device=DEVICE)
+        ids = [some_ids(count) for count in (3000, 2000, 1000)]
+        tickets = [opened.prefetch(some, device=DEVICE) for some in ids]
+        eventually(lambda: all(ticket.done() for ticket in tickets))
+        found = [tickets[0].result()]
+        assert tickets[1]._sent is not None
+        assert tickets[2]._sent is None, "one ahead takes memory of the device for one"
+        with torch.cuda.stream(torch.cuda.Stream()):
+            keep_busy()
+            found += [tickets[1].result() + 0, tickets[2].result() + 0]
+        again = tickets[1].result()
+        torch.cuda.synchronize()
+    assert all(torch.equal(one.cpu(), rows[some]) for one, some in zip(found, ids, strict=True))
+    assert torch.equal(again.cpu(), rows[ids[1]])
+
+
+@needs_cuda
+def test_a_failure_is_told_to_who_takes_the_rows_and_to_no_other(path: Path, rows: torch.Tensor) -> None:
+    with fp.RowStore(path) as opened:
+        first = opened.prefetch(range(100), device=DEVICE)
+        eventually(first.done)
+        os.utime(path, (1, 1))
+        second = opened.prefetch(range(100), device=DEVICE)
+        eventually(second.done)
+        assert torch.equal(first.result().cpu(), rows[:100])
+        with pytest.raises(StorageError, match="has changed"):
+            second.result()
+
+
+@needs_cuda
+def test_rows_that_were_sent_and_given_up_are_gone(path: Path) -> None:
+    with fp.RowStore(path) as opened:
+        tickets = [opened.prefetch(range(1000), device=DEVICE) for _ in range(2)]
+        eventually(lambda: all(ticket.done() for ticket in tickets))
+        tickets[0].result()
+        tickets[1].cancel()
+        with pytest.raises(ConfigError, match="was cancelled"):
+            tickets[1].result()
 
 
 @needs_cuda

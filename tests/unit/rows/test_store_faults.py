@@ -250,7 +250,7 @@ def test_each_of_many_threads_gets_its_rows_or_its_error(path: Path, rows: torch
         assert not any(thread.is_alive() for thread in threads)
         assert not wrong
         assert torch.equal(store.gather(range(COUNT)), rows)
-        assert not store._under_way_bytes
+        assert not store._under_way
 
 
 def test_a_store_may_be_closed_while_threads_gather(path: Path, rows: torch.Tensor) -> None:

@@ -135,7 +135,7 @@ def test_who_drops_a_ticket_gives_its_reads_up(store: RowStore) -> None:
         for first in range(20):
             asked(store, first)
     assert store.stats().read_count < 20 * len(MANY)
-    assert not store._under_way_bytes
+    assert not store._under_way
     assert torch.equal(store.gather([5]), store.gather([5]))
 
 
@@ -185,7 +185,7 @@ def test_two_requests_are_under_way_whatever_the_limit(path: Path, rows: torch.T
         assert torch.equal(tickets[4].result(), rows[(MANY + 4) % COUNT])
         assert torch.equal(tickets[3].result(), rows[(MANY + 3) % COUNT])
         assert torch.equal(tickets[2].result(), rows[(MANY + 2) % COUNT])
-        assert not store._under_way_bytes
+        assert not store._under_way
         assert torch.equal(asked(store).result(), rows[MANY])
         assert not store._waiting
 
@@ -240,7 +240,7 @@ def test_tickets_in_cycles_are_dropped_by_the_garbage_collector(path: Path, rows
     gc.collect()
     with first, second:
         for store in (first, second):
-            assert not store._under_way_bytes
+            assert not store._under_way
             assert torch.equal(store.prefetch([1]).result(), rows[[1]])
 
 
@@ -252,7 +252,7 @@ def test_the_collector_may_come_while_the_lock_is_held(store: RowStore) -> None:
         del tickets, cycle
         with store._lock:
             gc.collect()
-    assert not store._under_way_bytes
+    assert not store._under_way
 
 
 # ----------------------------------------------------------------------------------------------------------- ahead
@@ -266,7 +266,7 @@ def test_a_loop_gets_its_rows(store: RowStore, rows: torch.Tensor) -> None:
         assert batch is batches[seen]
         seen += 1
     assert seen == 20
-    assert not store._under_way_bytes
+    assert not store._under_way
 
 
 def test_a_loop_that_is_left_cancels_what_it_asked_for(store: RowStore) -> None:
@@ -275,7 +275,7 @@ def test_a_loop_that_is_left_cancels_what_it_asked_for(store: RowStore) -> None:
             break
         del _found
         gc.collect()
-        assert not store._under_way_bytes
+        assert not store._under_way
     assert store.stats().row_count <= 6 * len(MANY)
 
 
@@ -436,4 +436,4 @@ def test_many_threads_share_a_store(path: Path, rows: torch.Tensor) -> None:
             thread.join(120)
         assert not any(thread.is_alive() for thread in threads)
         assert not failures
-        assert not store._under_way_bytes
+        assert not store._under_way
