@@ -62,6 +62,7 @@ class Split(NamedTuple):
             if self.other_ids.numel():
                 there = _as_words(other_rows.to(device, non_blocking=True))
                 _as_words(joined).index_copy_(0, self.other.to(device, non_blocking=True), there)
+            self.rows.record_stream(torch.cuda.current_stream())  # `keep` may free them before this is done
         return joined
 
 
