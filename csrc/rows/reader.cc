@@ -39,7 +39,8 @@ Result<std::unique_ptr<RowReader>> RowReader::Open(const RowTable& table, const 
                                                                          .thread_count = options.thread_count,
                                                                          .wake_fd = -1,
                                                                          .poll = {},
-                                                                         .outlives_failures = true});
+                                                                         .outlives_failures = true,
+                                                                         .limits = options.limits});
   if (!pump.ok()) return pump.status();
   const uint64_t row_read_bytes = table.row_bytes() + (2 * pump.value()->block_bytes());
   const uint64_t ring_bytes = AlignUp(std::max(options.ring_bytes, 4 * row_read_bytes), kHugePageBytes);

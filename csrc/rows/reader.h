@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "core/file.h"
 #include "core/status.h"
 #include "rows/plan.h"
 #include "rows/table.h"
@@ -23,6 +25,7 @@ struct RowReaderOptions {
   uint32_t queue_depth = 128;
   uint32_t thread_count = 0;
   uint64_t ring_bytes = uint64_t{4} << 20;  // at least four of the largest reads
+  std::optional<DirectIoLimits> limits;     // as in PumpOptions: of a reader of the same table
 };
 
 // One owner thread at a time.

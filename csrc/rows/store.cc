@@ -57,6 +57,7 @@ Result<std::unique_ptr<RowStore>> RowStore::Open(RowTable table, RowStoreOptions
   Result<std::unique_ptr<RowReader>> reader = RowReader::Open(store->table_, store->options_.reader);
   if (!reader.ok()) return reader.status();
   store->reader_ = std::move(reader).value();
+  store->direct_limits_ = store->reader_->pump().limits();
   store->engine_name_ = store->reader_->pump().engine_name();
   store->demotions_ = store->reader_->pump().demotions();
   store->limits_ = {.block_bytes = store->reader_->pump().device_block_bytes(),
@@ -332,6 +333,7 @@ bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::sp
 // O_DIRECT is a flag of the file, so all readers begin with the engine in use.
 RowReaderOptions RowStore::ReaderOptions() {
   RowReaderOptions options = options_.reader;
+  options.limits = direct_limits_;
   options.engines.erase(options.engines.begin(), std::ranges::find(options.engines, engine_name()));
   return options;
 }

@@ -29,6 +29,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/file.h"
 #include "core/status.h"
 #include "rows/cache.h"
 #include "rows/flat_map.h"
@@ -148,6 +149,7 @@ class RowStore {
   const RowTable table_;
   const RowStoreOptions options_;
   PlanLimits limits_;
+  DirectIoLimits direct_limits_;    // of the files
   std::vector<struct stat> facts_;  // of the files, as they were opened
 
   FairSharedMutex lock_;  // guards the members below; their rows are copied under the shared lock

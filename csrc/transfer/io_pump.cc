@@ -42,7 +42,9 @@ const char* Name(IoOp op) { return op == IoOp::kRead ? "read of" : "write to"; }
 IoPump::IoPump(std::vector<PumpFile> files, PumpOptions options)
     : files_(std::move(files)),
       options_(std::move(options)),
-      limits_(options_.simulation == nullptr ? StrictestOf(files_) : options_.simulation->limits) {
+      limits_(options_.simulation != nullptr ? options_.simulation->limits
+              : options_.limits.has_value()  ? *options_.limits
+                                             : StrictestOf(files_)) {
   slots_.resize(options_.queue_depth);
   completions_.resize(options_.queue_depth);
   for (size_t i = options_.queue_depth; i > 0; --i) free_slots_.push_back(i - 1);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,6 +35,9 @@ struct PumpOptions {
   // True: the pump gives back the writes that a direct engine left over, since the page cache needs a lock for this
   // file. False: the pump does them itself.
   bool gives_writes_back = false;
+  // What another pump has found out about these files. To ask again would set and clear O_DIRECT beneath that pump, and
+  // its reads and writes would fail that are not aligned.
+  std::optional<DirectIoLimits> limits;
   // Null: the steady clock.
   TransferClock* clock = nullptr;
   // For simulations: these engines and limits replace CreateEngine and the limits of the file. The descriptor is not
@@ -104,6 +108,8 @@ class IoPump {
   // The same without a lower limit: what the device itself asks for; 1 through the page cache.
   uint32_t device_block_bytes() const { return direct() ? limits_.offset_alignment_bytes : 1; }
   bool direct() const { return engine_ != nullptr && engine_->limits().direct; }
+  // Of all files together.
+  const DirectIoLimits& limits() const { return limits_; }
   uint64_t done_bytes() const { return done_bytes_; }
   // Why the pump has left each earlier engine of the list, one sentence each.
   const std::vector<std::string>& demotions() const { return demotions_; }

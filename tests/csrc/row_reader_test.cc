@@ -4,7 +4,9 @@
 // row_reader_test [SCRATCH_DIRECTORY]
 #include <sys/mman.h>
 
+#include <atomic>
 #include <map>
+#include <thread>
 
 #include "core/alignment.h"
 #include "rows/reader.h"
@@ -189,6 +191,35 @@ void SeveralFilesShareAQueueOnlyIfAllTakeItsEngine() {
   close(memory_fd);
 }
 
+// To ask for the limits of a file sets O_DIRECT for a moment, with which no row can be read that is not aligned.
+void AReaderThatOpensDisturbsNoOther() {
+  const TableFiles files(kRowBytes, {{0, 4000}});
+  const auto reader = Must(RowReader::Open(files.Table(), {.engines = {"threads-buffered"}, .queue_depth = 8}));
+  std::atomic<bool> stopping{false};
+  std::thread opener([&] {
+    while (!stopping) {
+      Must(RowReader::Open(files.Table(),
+                           {.engines = {"threads-buffered"}, .queue_depth = 1, .limits = reader->pump().limits()}));
+    }
+  });
+  std::vector<RowReader::Done> done;
+  size_t failed_count = 0;
+  for (uint64_t tag = 0; tag < 20000; ++tag) {
+    const RowRead read{.offset_bytes = tag % 4000 * kRowBytes, .size_bytes = kRowBytes, .needed_bytes = kRowBytes};
+    while (!Must(reader->TryStart(read, tag))) {
+      reader->Collect(done);
+      for (const RowReader::Done& each : done) {
+        failed_count += !each.status.ok();
+        reader->Release(each);
+      }
+      done.clear();
+    }
+  }
+  stopping = true;
+  opener.join();
+  EXPECT(failed_count == 0);
+}
+
 }  // namespace
 }  // namespace fastpersist
 
@@ -197,5 +228,6 @@ int main(int argc, char** argv) {
   return Run(argc, argv,
              {TEST(EachReadIsDoneOnce), TEST(ARingThatIsFullTakesNoReadUntilItsOldestIsGivenBack),
               TEST(AReadThatFailsIsDoneWithItsError), TEST(AnEngineThatBreaksEndsEveryReadOnce),
-              TEST(AReaderMayGoWithReadsUnderWay), TEST(SeveralFilesShareAQueueOnlyIfAllTakeItsEngine)});
+              TEST(AReaderMayGoWithReadsUnderWay), TEST(SeveralFilesShareAQueueOnlyIfAllTakeItsEngine),
+              TEST(AReaderThatOpensDisturbsNoOther)});
 }
