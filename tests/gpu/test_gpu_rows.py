@@ -154,6 +154,21 @@ def test_a_failure_is_told_to_who_takes_the_rows_and_to_no_other(path: Path, row
 
 
 @needs_cuda
+def test_a_device_without_room_for_the_next_rows_fails_no_others(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(store, "send_rows", refuse)
+    with fp.RowStore(path) as opened:
+        tickets = [opened.prefetch(range(1000), device=DEVICE) for _ in range(2)]
+        eventually(lambda: all(ticket.done() for ticket in tickets))
+        for ticket in tickets:
+            assert torch.equal(ticket.result().cpu(), rows[:1000])
+
+
+@needs_cuda
 def test_rows_that_were_sent_and_given_up_are_gone(path: Path) -> None:
     with fp.RowStore(path) as opened:
         tickets = [opened.prefetch(range(1000), device=DEVICE) for _ in range(2)]
