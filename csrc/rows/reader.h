@@ -24,8 +24,8 @@ struct RowReaderOptions {
   std::vector<std::string> engines;  // as in PumpOptions
   uint32_t queue_depth = 128;
   uint32_t thread_count = 0;
-  uint64_t ring_bytes = uint64_t{4} << 20;  // at least four of the largest reads
-  std::optional<DirectIoLimits> limits;     // as in PumpOptions: of a reader of the same table
+  uint64_t ring_bytes = uint64_t{4} << 20;              // at least four of the largest reads
+  std::optional<DirectIoLimits> limits = std::nullopt;  // as in PumpOptions: of a reader of the same table
 };
 
 // One owner thread at a time.

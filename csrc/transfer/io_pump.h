@@ -37,7 +37,7 @@ struct PumpOptions {
   bool gives_writes_back = false;
   // What another pump has found out about these files. To ask again would set and clear O_DIRECT beneath that pump, and
   // its reads and writes would fail that are not aligned.
-  std::optional<DirectIoLimits> limits;
+  std::optional<DirectIoLimits> limits = std::nullopt;
   // Null: the steady clock.
   TransferClock* clock = nullptr;
   // For simulations: these engines and limits replace CreateEngine and the limits of the file. The descriptor is not
