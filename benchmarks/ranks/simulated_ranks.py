@@ -64,6 +64,8 @@ def main() -> int:
     parser.add_argument("--soft-limit", type=int, default=0, metavar="N", help="of open files; 0: as it is")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each number of ranks")
     options = parser.parse_args()
+    if options.part == "plan" and options.shards >= min(options.ranks):
+        parser.error("--shards is less than --ranks: one process stands for all ranks that hold the same chunk")
     for count in options.ranks:
         is_commit = options.part == "commit"
         work, arguments = (_commit, (options.savers,)) if is_commit else (_plan, (options.tensors, options.shards))
