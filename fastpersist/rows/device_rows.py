@@ -70,8 +70,8 @@ class SentRows(NamedTuple):
     """Rows on their way to a device, in a stream of ours, beside what the caller's streams do.
 
     Attributes:
-        rows: They, on the device.
-        event: What the stream reaches when they are there.
+        rows: The rows, on the device.
+        event: Recorded behind their copy.
     """
 
     rows: torch.Tensor

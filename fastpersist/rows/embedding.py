@@ -54,7 +54,7 @@ class RowEmbedding(torch.nn.Module):
             RowIndexError, ConfigError, StorageError: As `RowStore.gather`.
         """
         if not ids.is_cuda:
-            return self.rows.gather(ids)
+            return self.rows.gather(ids, device=ids.device)
         try:  # a row that is asked for more than once crosses the bus once
             unique, inverse = torch.unique(ids, return_inverse=True)
             return rows_at(self.rows.gather(unique, device=ids.device), inverse)

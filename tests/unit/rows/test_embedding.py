@@ -63,3 +63,13 @@ def test_what_is_no_embedding_is_refused(rows: RowStore, tmp_path: Path) -> None
         RowEmbedding(scalars)
     with pytest.raises(RowIndexError, match="is 40"):
         RowEmbedding(rows)(torch.tensor([[3, 40]]))
+
+
+def test_rows_are_asked_for_on_the_device_of_the_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "table.npy", torch.ones(3, 2))
+    asked: list[object] = []
+    with RowStore(tmp_path / "table.npy") as rows:
+        monkeypatch.setattr(rows, "gather", lambda ids, device=None: asked.append((ids.device, device)))
+        for device in ("cpu", "meta"):  # as any accelerator that is no CUDA device
+            RowEmbedding(rows)(torch.zeros(1, dtype=torch.int64, device=device))
+    assert asked == [(torch.device(name), torch.device(name)) for name in ("cpu", "meta")]
