@@ -1,6 +1,8 @@
 // Numbers by address, of objects or of memory.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -8,26 +10,33 @@
 
 namespace fastpersist {
 
-// The slots hold four bytes each, so that those of a hundred thousand addresses stay in the processor's caches.
+// Addresses come about in the order in which they were given out, so neighbours have neighbouring slots: the processor
+// has read them, or does so ahead. Where neighbours of two places meet in one slot, the next ones are far apart, so that
+// two full neighbourhoods do not make a long search.
 class AddressTable {
  public:
-  AddressTable() : slots_(1024) {}
+  //   expected_count  of addresses; more may come
+  explicit AddressTable(size_t expected_count = 0) : slots_(std::bit_ceil(2 * std::max(expected_count, size_t{512}))) {
+    entries_.reserve(expected_count);
+  }
 
   // Returns the number of an address, or null.
   const uint32_t* Find(uintptr_t address) const {
-    const uint32_t entry = slots_[IndexOf(slots_, address)];
-    return entry == 0 ? nullptr : &entries_[entry - 1].number;
+    const Slot slot = slots_[IndexOf(slots_, address)];
+    return slot.entry == 0 ? nullptr : &entries_[slot.entry - 1].number;
   }
 
   // Returns the number of an address; gives it one if it has none. The second is whether it had none.
   std::pair<uint32_t, bool> FindOrAdd(uintptr_t address, uint32_t number) {
-    size_t index = IndexOf(slots_, address);
-    if (slots_[index] != 0) return {entries_[slots_[index] - 1].number, false};
+    Slot& slot = slots_[IndexOf(slots_, address)];
+    if (slot.entry != 0) return {entries_[slot.entry - 1].number, false};
     entries_.push_back({address, number});
-    slots_[index] = uint32_t(entries_.size());
+    slot = {uint32_t(entries_.size()), TagOf(address)};
     if (2 * entries_.size() > slots_.size()) Grow();
     return {number, true};
   }
+
+  size_t count() const { return entries_.size(); }
 
   template <class Visit>
   void ForEachAddress(Visit visit) const {
@@ -40,21 +49,43 @@ class AddressTable {
     uint32_t number;
   };
 
-  size_t IndexOf(const std::vector<uint32_t>& slots, uintptr_t address) const {
+  struct Slot {
+    uint32_t entry;  // one more than its index; 0: none
+    uint32_t tag;    // of its address: entries of other addresses are not read
+  };
+
+  static constexpr size_t kLineSlots = 8;  // in a line of the processor's caches
+
+  static uint64_t Mixed(uintptr_t address) { return address * 0x9E3779B97F4A7C15u; }
+  static uint32_t TagOf(uintptr_t address) { return uint32_t(Mixed(address) >> 32); }
+
+  // Returns the slot of an address, or the empty one that it would get.
+  size_t IndexOf(const std::vector<Slot>& slots, uintptr_t address) const {
+    constexpr uintptr_t kNear = 0xFFFC0;  // memory of torch begins every 64 bytes at most
     const size_t mask = slots.size() - 1;
-    size_t index = (address >> 4) * 0x9E3779B97F4A7C15u >> 20 & mask;
-    while (slots[index] != 0 && entries_[slots[index] - 1].address != address) index = (index + 1) & mask;
-    return index;
+    const uint32_t tag = TagOf(address);
+    size_t index = ((Mixed(address & ~kNear) >> 32) + ((address & kNear) >> 6)) & mask;
+    while (true) {
+      for (size_t i = 0; i < kLineSlots; i++) {
+        const Slot& slot = slots[index];
+        if (slot.entry == 0 || (slot.tag == tag && entries_[slot.entry - 1].address == address)) return index;
+        index = (index & ~(kLineSlots - 1)) | ((index + 1) & (kLineSlots - 1));
+      }
+      index = (index + kLineSlots * (tag | 1)) & mask;  // odd: it reaches all lines
+    }
   }
 
   void Grow() {
-    std::vector<uint32_t> larger(4 * slots_.size());
-    for (size_t i = 0; i < entries_.size(); i++) larger[IndexOf(larger, entries_[i].address)] = uint32_t(i + 1);
+    std::vector<Slot> larger(4 * slots_.size());
+    for (size_t i = 0; i < entries_.size(); i++) {
+      const uintptr_t address = entries_[i].address;
+      larger[IndexOf(larger, address)] = {uint32_t(i + 1), TagOf(address)};
+    }
     slots_ = std::move(larger);
   }
 
-  std::vector<Entry> entries_;   // in the order in which they came
-  std::vector<uint32_t> slots_;  // one more than the index of an entry, or 0; a power of two, at most half of them used
+  std::vector<Entry> entries_;  // in the order in which they came
+  std::vector<Slot> slots_;     // a power of two, at most half of them used
 };
 
 }  // namespace fastpersist

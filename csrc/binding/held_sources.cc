@@ -56,13 +56,12 @@ class [[gnu::visibility("hidden")]] Questions {
                                  : AsUnsigned(key_.Of(untyped_storage_.Of(tensor).ptr()));
   }
 
-  // Reads the memory of the plain ones among the next tensors of a list; see TorchFunctions::Touch.
-  void Touch(const py::list& tensors, size_t first) const {
+  // Reads the memory of the plain ones among the first kTouchCount tensors; see TorchFunctions::Touch.
+  void Touch(std::span<PyObject* const> tensors) const {
     if (functions_ == nullptr) return;
     std::array<PyObject*, kTouchCount> plain;
     size_t count = 0;
-    for (size_t i = first; i < std::min(first + kTouchCount, tensors.size()); i++) {
-      PyObject* const tensor = PyList_GET_ITEM(tensors.ptr(), Py_ssize_t(i));
+    for (PyObject* const tensor : tensors.first(std::min(kTouchCount, tensors.size()))) {
       if (IsPlain(tensor)) plain[count++] = tensor;
     }
     functions_->Touch(std::span(plain).first(count));
@@ -79,13 +78,27 @@ class [[gnu::visibility("hidden")]] Questions {
   const Asked version_, untyped_storage_, key_, address_, size_;
 };
 
+// The objects in a list, until it changes.
+std::span<PyObject* const> ObjectsIn(const py::list& list) {
+  return {reinterpret_cast<PyListObject*>(list.ptr())->ob_item, list.size()};
+}
+
 // Tensors with the sources that they hold, and their counts of changes at one moment.
 class [[gnu::visibility("hidden")]] Counters {
  public:
   explicit Counters(std::shared_ptr<const Questions> questions) : questions_(std::move(questions)) {}
 
+  // Expects tensors of a list, which holds them and is not changed any more.
+  void Expect(const py::list& tensors) {
+    lists_.push_back(tensors);
+    const size_t count = tensors_.size() + tensors.size();
+    tensors_.reserve(count);
+    sources_.reserve(count);
+    versions_.reserve(count);
+  }
+
   void Add(PyObject* tensor, uint32_t source, int64_t version) {
-    tensors_.append(py::handle(tensor));
+    tensors_.push_back(tensor);
     sources_.push_back(source);
     versions_.push_back(version);
   }
@@ -94,10 +107,8 @@ class [[gnu::visibility("hidden")]] Counters {
   std::vector<uint32_t> Changed() const {
     std::vector<uint32_t> found;
     for (size_t i = 0; i < versions_.size(); i++) {
-      if (i % Questions::kTouchCount == 0) questions_->Touch(tensors_, i);
-      if (questions_->VersionOf(PyList_GET_ITEM(tensors_.ptr(), Py_ssize_t(i))) != versions_[i]) {
-        found.push_back(sources_[i]);
-      }
+      if (i % Questions::kTouchCount == 0) questions_->Touch(std::span(tensors_).subspan(i));
+      if (questions_->VersionOf(tensors_[i]) != versions_[i]) found.push_back(sources_[i]);
     }
     std::sort(found.begin(), found.end());
     found.erase(std::unique(found.begin(), found.end()), found.end());
@@ -106,14 +117,17 @@ class [[gnu::visibility("hidden")]] Counters {
 
  private:
   const std::shared_ptr<const Questions> questions_;
-  py::list tensors_;
+  std::vector<py::list> lists_;  // hold the tensors
+  std::vector<PyObject*> tensors_;
   std::vector<uint32_t> sources_;
   std::vector<int64_t> versions_;
 };
 
-// Where the storages of sources lie.
+// Where the storages of some sources lie.
 class [[gnu::visibility("hidden")]] Places {
  public:
+  //   sources                           the ones of which it is asked
+  //   storages, addresses, sizes_bytes  of all sources; the list is not changed any more
   Places(std::shared_ptr<const Questions> questions, std::vector<uint32_t> sources, py::list storages,
          std::vector<uint64_t> addresses, std::vector<uint64_t> sizes_bytes)
       : questions_(std::move(questions)),
@@ -124,10 +138,10 @@ class [[gnu::visibility("hidden")]] Places {
 
   // Returns a source whose storage has other memory, or another length.
   std::optional<uint32_t> Moved() const {
-    for (size_t i = 0; i < sources_.size(); i++) {
-      PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), Py_ssize_t(i));
-      if (questions_->AddressOf(storage) != addresses_[i] || questions_->SizeOf(storage) != sizes_bytes_[i]) {
-        return sources_[i];
+    for (const uint32_t source : sources_) {
+      PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), Py_ssize_t(source));
+      if (questions_->AddressOf(storage) != addresses_[source] || questions_->SizeOf(storage) != sizes_bytes_[source]) {
+        return source;
       }
     }
     return std::nullopt;
@@ -202,7 +216,7 @@ class [[gnu::visibility("hidden")]] HeldSources {
         continue;
       }
       if (i >= touched_count) {
-        questions_->Touch(tensors, i);
+        questions_->Touch(ObjectsIn(tensors).subspan(i));
         touched_count = i + Questions::kTouchCount;
       }
       if (const uint32_t source = Own(owned, tensor); source != kNone && first_holders_[source] != kNone) {
@@ -235,6 +249,8 @@ class [[gnu::visibility("hidden")]] HeldSources {
                                   const std::vector<const Owned*>& owners) const {
     uint8_t* const of_source = KindsIn(kinds);
     auto counters = std::make_unique<Counters>(questions_);
+    counters->Expect(holders_);
+    for (const Owned* const owned : owners) counters->Expect(owned->others);
     std::vector<uint32_t> doubtful;
     const auto add = [&](PyObject* tensor, uint32_t source, int64_t version) {
       if (version == kNoVersion) {
@@ -267,22 +283,17 @@ class [[gnu::visibility("hidden")]] HeldSources {
   std::unique_ptr<Places> PlacesOf(const py::bytearray& kinds, uint8_t kind, const py::list& storages,
                                    const py::object& addresses, const py::object& sizes_bytes) const {
     const uint8_t* const of_source = KindsIn(kinds);
-    const std::vector<uint64_t> all_addresses = Column<uint64_t>(addresses), all_sizes = Column<uint64_t>(sizes_bytes);
+    std::vector<uint64_t> all_addresses = Column<uint64_t>(addresses), all_sizes = Column<uint64_t>(sizes_bytes);
     if (storages.size() != keys_.size() || all_addresses.size() != keys_.size() || all_sizes.size() != keys_.size()) {
       throw py::value_error("each source has a storage, its address and its size");
     }
     std::vector<uint32_t> sources;
-    py::list chosen;
-    std::vector<uint64_t> chosen_addresses, chosen_sizes;
+    sources.reserve(keys_.size());
     for (uint32_t source = 0; source < keys_.size(); source++) {
-      if (of_source[source] != kind) continue;
-      sources.push_back(source);
-      chosen.append(py::handle(PyList_GET_ITEM(storages.ptr(), Py_ssize_t(source))));
-      chosen_addresses.push_back(all_addresses[source]);
-      chosen_sizes.push_back(all_sizes[source]);
+      if (of_source[source] == kind) sources.push_back(source);
     }
-    return std::make_unique<Places>(questions_, std::move(sources), std::move(chosen), std::move(chosen_addresses),
-                                    std::move(chosen_sizes));
+    return std::make_unique<Places>(questions_, std::move(sources), storages, std::move(all_addresses),
+                                    std::move(all_sizes));
   }
 
  private:

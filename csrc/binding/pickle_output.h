@@ -3,14 +3,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "binding/address_table.h"
+#include "core/memory.h"
 
 namespace fastpersist {
 
@@ -20,7 +23,7 @@ inline uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t
 // identity of an object that was made on the way must not become another's.
 class Memo {
  public:
-  Memo() = default;
+  explicit Memo(size_t expected_count) : numbers_(expected_count) {}
   ~Memo() {
     numbers_.ForEachAddress([](uintptr_t address) { Py_DECREF(reinterpret_cast<PyObject*>(address)); });
     for (const auto& [object, number] : of_one_dict_) Py_DECREF(object);
@@ -54,6 +57,9 @@ class Memo {
     for (const auto& [object, number] : of_one_dict_) numbers_.FindOrAdd(AddressOf(object), number);
     of_one_dict_.clear();
   }
+
+  // Objects by which others are looked for.
+  size_t known_count() const { return numbers_.count(); }
 
   bool knows_all() const { return knows_all_; }
 
@@ -102,10 +108,13 @@ enum Opcode : char {
 // Grows like a string, but a byte takes no call, and the end is Python's bytes object without a copy.
 class Bytes {
  public:
-  Bytes() : bytes_(PyBytes_FromStringAndSize(nullptr, 1 << 16)) {
+  //   expected_size  more or fewer may come
+  explicit Bytes(size_t expected_size)
+      : bytes_(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(std::max(expected_size, kLeastSize)))) {
     if (bytes_ == nullptr) throw pybind11::error_already_set();
     next_ = PyBytes_AS_STRING(bytes_);
     end_ = next_ + PyBytes_GET_SIZE(bytes_);
+    AdviseHugePages({std::as_writable_bytes(std::span(next_, end_))});  // else clearing its pages takes longer than filling it
   }
   ~Bytes() { Py_XDECREF(bytes_); }
   Bytes(const Bytes&) = delete;
@@ -128,15 +137,17 @@ class Bytes {
     next_ += more.size();
   }
 
+  size_t size() const { return size_t(next_ - PyBytes_AS_STRING(bytes_)); }
+
   // REQUIRES: nothing is put any more.
   pybind11::object Finish() {
-    Resize(next_ - PyBytes_AS_STRING(bytes_));
+    Resize(Py_ssize_t(size()));
     return pybind11::reinterpret_steal<pybind11::object>(std::exchange(bytes_, nullptr));
   }
 
  private:
   [[gnu::noinline]] void Grow(size_t least) {
-    const Py_ssize_t used = next_ - PyBytes_AS_STRING(bytes_);
+    const size_t used = size();
     Resize(2 * PyBytes_GET_SIZE(bytes_) + Py_ssize_t(least));
     next_ = PyBytes_AS_STRING(bytes_) + used;
     end_ = PyBytes_AS_STRING(bytes_) + PyBytes_GET_SIZE(bytes_);
@@ -145,6 +156,8 @@ class Bytes {
   void Resize(Py_ssize_t size) {
     if (_PyBytes_Resize(&bytes_, size) != 0) throw pybind11::error_already_set();  // it has dropped the bytes
   }
+
+  static constexpr size_t kLeastSize = 1 << 16;
 
   PyObject* bytes_;
   char* next_ = nullptr;

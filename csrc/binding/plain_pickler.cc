@@ -32,6 +32,7 @@ struct NotPlain : std::exception {};
 constexpr int kBatchCount = 1000;  // items after one MARK
 constexpr int kAheadCount = 64;    // values of a dict whose memory is read before they are asked
 constexpr size_t kAheadInner = 8;  // values of each dict among them
+constexpr int kDictLines = 2;      // of the entries of each
 
 PyObject* Interned(const char* text) {
   PyObject* const made = PyUnicode_InternFromString(text);
@@ -83,9 +84,14 @@ struct Repeated {
   std::optional<uint32_t> number;
 };
 
+// How large a pickle is. The next one is probably of the same state, and need not grow step by step.
+struct PickleSizes {
+  size_t bytes = 0, known_objects = 0, storages = 0, tensors = 0;
+};
+
 class PlainPickler {
  public:
-  explicit PlainPickler(const TorchTypes& torch)
+  PlainPickler(const TorchTypes& torch, const PickleSizes& expected)
       : torch_(torch),
         of_tensor_(torch.tensor),
         dense_tensors_(torch.tensor),
@@ -93,17 +99,26 @@ class PlainPickler {
         address_of_storage_(torch.storage, "data_ptr"),
         key_of_storage_(torch.storage, "_cdata"),
         dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")),
+        out_(expected.bytes + expected.bytes / 16),
+        memo_(expected.known_objects),
         rebuild_parameter_{torch.rebuild_parameter.ptr(), {}},
-        ordered_dict_{torch.ordered_dict.ptr(), {}} {}
+        ordered_dict_{torch.ordered_dict.ptr(), {}},
+        first_at_(expected.storages) {
+    storages_.reserve(expected.storages);
+    for (auto* const column : {&keys_, &addresses_, &sizes_}) column->reserve(expected.storages);
+    held_.reserve(expected.tensors);
+    versions_.reserve(expected.tensors);
+  }
 
   // Whether code of the object itself runs, or has raised an error.
   bool is_in_object() const { return is_in_object_; }
 
-  py::object Pickle(PyObject* object) {
+  py::object Pickle(PyObject* object, PickleSizes& sizes) {
     Put(kProto);
     Put('\x02');
     Save(object);
     Put(kStop);
+    sizes = {out_.size(), memo_.known_count(), storages_.size(), held_.size()};
     const py::object facts = has_run_code_
                                  ? py::none()
                                  : py::object(py::make_tuple(AsBytes(keys_), AsBytes(addresses_), AsBytes(sizes_),
@@ -348,13 +363,23 @@ class PlainPickler {
     int left = 0;
   };
 
-  // Reads the memory of tensors that come next; see TorchFunctions::Touch.
+  // Reads the memory of keys and values that come next; see TorchFunctions::Touch.
   void LookAhead(Ahead& ahead) {
     if (ahead.dict == nullptr || torch_.functions == nullptr || ahead.left-- > 0) return;
-    std::array<PyObject*, kAheadCount> values;
+    const auto read = [](const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); };
+    std::array<PyObject*, kAheadCount> keys, values;
     int count = 0;
-    while (count < kAheadCount && PyDict_Next(ahead.dict, &ahead.position, nullptr, &values[count]) != 0) count++;
+    while (count < kAheadCount && PyDict_Next(ahead.dict, &ahead.position, &keys[count], &values[count]) != 0) count++;
     ahead.left = count - 1;
+    for (int i = 0; i < count; i++) {
+      read(keys[i]);
+      read(values[i]);
+    }
+    for (int i = 0; i < count; i++) {
+      if (!PyDict_CheckExact(values[i])) continue;
+      const auto* const entries = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(values[i])->ma_keys);
+      for (int line = 0; line < kDictLines; line++) read(entries + 64 * line);
+    }
     ahead_.clear();
     for (int i = 0; i < count; i++) {
       if (!PyDict_CheckExact(values[i])) {
@@ -367,6 +392,7 @@ class PlainPickler {
         ahead_.push_back(inner);
       }
     }
+    for (PyObject* const object : ahead_) read(object);
     std::erase_if(ahead_, [this](PyObject* object) {
       PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
       return type != torch_.tensor.ptr() && type != torch_.parameter.ptr();
@@ -423,7 +449,11 @@ class PlainPickler {
       Save(Taken(PyTuple_GetSlice(arguments.ptr(), 1, PyTuple_GET_SIZE(arguments.ptr()))).ptr());
       Put(kNewObj);
     } else {
-      Save(function.ptr());
+      if (function.is(torch_.ordered_dict)) {
+        PutRepeated(ordered_dict_);
+      } else {
+        Save(function.ptr());
+      }
       Save(arguments.ptr());
       Put(kReduce);
     }
@@ -435,7 +465,8 @@ class PlainPickler {
     const auto save_pair = [&](PyObject* pair) {
       if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) throw NotPlain{};
       if (ahead.has_value()) LookAhead(*ahead);
-      Save(PyTuple_GET_ITEM(pair, 0));
+      PyObject* const key = PyTuple_GET_ITEM(pair, 0);
+      Save(key, is_ordered_dict && IsOfOneDict(key, 3));  // its order, and the pair, too
       PyObject* const value = PyTuple_GET_ITEM(pair, 1);
       Save(value, is_ordered_dict && IsOfOneDict(value, 2));  // the pair, too
     };
@@ -738,9 +769,10 @@ class PlainPickler {
 }  // namespace
 
 py::object PicklePlain(const py::object& object, const TorchTypes& torch) {
-  PlainPickler pickler(torch);
+  static PickleSizes last;
+  PlainPickler pickler(torch, last);
   try {
-    return pickler.Pickle(object.ptr());
+    return pickler.Pickle(object.ptr(), last);
   } catch (const NotPlain&) {
     PyErr_Clear();
     return py::none();

@@ -93,6 +93,7 @@ class ArchivePlan:
         first_storage: Index in `records` of `data/0`.
         storage_count: How many storages there are, from that index on.
         storage_offsets: Where the data of each storage starts.
+        storage_bytes: Of all storages together.
         directory_offset_bytes: Where the central directory starts.
         size_bytes: Length of the whole file.
     """
@@ -102,6 +103,7 @@ class ArchivePlan:
     first_storage: int
     storage_count: int
     storage_offsets: Sequence[int]
+    storage_bytes: int
     directory_offset_bytes: int
     size_bytes: int
 
@@ -143,7 +145,8 @@ def plan_archive(
         alignment,
     )
     sizes = storage_sizes if isinstance(storage_sizes, array) else array("Q", storage_sizes)
-    rest, storage_offsets, rest_bytes = _place_storages(start, head[-1].end_offset_bytes, sizes.tobytes(), alignment)
+    placed = _place_storages(start, head[-1].end_offset_bytes, sizes.tobytes(), alignment)
+    rest, storage_offsets, storage_bytes, rest_bytes = placed
     directory_offset_bytes = rest[-1].end_offset_bytes
     size_bytes = directory_offset_bytes + sum(map(_central_entry_bytes, head)) + rest_bytes
     size_bytes += _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size
@@ -153,6 +156,7 @@ def plan_archive(
         len(head),
         len(sizes),
         storage_offsets,
+        storage_bytes,
         directory_offset_bytes,
         size_bytes,
     )
@@ -161,7 +165,7 @@ def plan_archive(
 @functools.lru_cache(maxsize=2)  # those of the next step of a run lie there, too; 10,000 storages take 3 MB
 def _place_storages(
     start: bytes, start_offset_bytes: int, storage_sizes: bytes, alignment: int
-) -> tuple[list[Record], list[int], int]:
+) -> tuple[list[Record], list[int], int, int]:
     """Place the storages and the records behind them.
 
     Args:
@@ -171,7 +175,7 @@ def _place_storages(
         alignment: As in `plan_archive`.
 
     Returns:
-        The records, where the data of each storage starts, and the length of the central entries.
+        The records, where the data of each storage starts, the bytes of all storages, and of the central entries.
     """
     sizes = array("Q", storage_sizes)
     data = start + b"data/"
@@ -182,7 +186,7 @@ def _place_storages(
     ]
     records = place_records(names_and_sizes, alignment, start_offset_bytes=start_offset_bytes)
     offsets = [record.data_offset_bytes for record in records[: len(sizes)]]
-    return records, offsets, sum(map(_central_entry_bytes, records))
+    return records, offsets, sum(sizes), sum(map(_central_entry_bytes, records))
 
 
 def local_header(record: Record) -> bytes:

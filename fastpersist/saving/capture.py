@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
-import operator
 import os
 import random
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -203,7 +202,7 @@ class Capture:
         self._kinds_by_file: list[tuple[Sequence[int], bytearray]] = []  # with the keys of the storages
         self._known_stable_keys: set[int] = set()
         self._keys_count = 0  # files whose keys are among these
-        self._kept: list[torch.UntypedStorage] = []
+        self._kept: list[list[torch.UntypedStorage]] = []  # of each file
         self._devices: list[int] = []  # ordinals of the devices that bytes of this save are copied from
         self._lock = threading.RLock()
         self._sealed = False
@@ -231,10 +230,7 @@ class Capture:
         snapshot = _native.Snapshot(self._arena.for_state(sources.total_bytes()))
         # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
         # columns, natively.
-        facts, storages = sources.facts(), list(sources.storages)
-        starts = facts.addresses
-        if any(sources.offsets_bytes):
-            starts = array("Q", map(operator.add, starts, sources.offsets_bytes))
+        facts, storages, starts = sources.facts(), sources.storages, sources.addresses()
         held = _native.HeldSources(_questions(), facts.keys, *container.holders, facts.versions)
         around = _owned(held, _around(container.wrappers))
         stable, constant = _owned(held, self._owned.stable), _owned(held, self._owned.constant)
@@ -245,7 +241,7 @@ class Capture:
         ordinals: list[int | None] | None = None
         copied = []
         if not facts.are_on_host:
-            starts = starts[:]
+            storages, starts = storages[:], starts[:]
             ordinals = [None if cuda.is_host_memory(storage) else cuda.ordinal_of(storage) for storage in storages]
             for index, source in enumerate(sources):
                 if ordinals[index] is None and not cuda.is_host_memory(source.storage):
@@ -272,7 +268,7 @@ class Capture:
             if copied_bytes:  # behind add, by which the arena knows the devices: else it would map what is not pinned
                 self._arena.prepare(copied_bytes)
         self._snapshots.append(snapshot)
-        self._kept += storages
+        self._kept.append(storages)
         if self._paranoid:
             self._take_samples(container)
         return snapshot
@@ -447,7 +443,7 @@ class Capture:
         with self._lock:
             if self._sealed or self._error is not None:
                 return
-            for storage in self._kept:
+            for storage in itertools.chain(*self._kept):
                 if storage._cdata in self._stable_keys:
                     _torn[storage._cdata] = StorageWeakRef(storage)
             self._error = TornStateError(

@@ -176,8 +176,8 @@ class TorchZipContainer:
         self.skeleton = pickle_skeleton(obj)
         storages, facts = self.skeleton.storages, self.skeleton.facts
         sizes = facts.sizes_bytes
-        self.sources = SourceTable(storages, [0] * len(storages), sizes, facts)
         self._plan = plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
+        self.sources = SourceTable(storages, None, sizes, facts, plan.storage_bytes)
         self.offsets = plan.storage_offsets
         self.has_checksums = checksum
 

@@ -68,7 +68,9 @@ class SourceTable(Sequence[Source]):
     """Sources in the order of their file.
 
     Args:
+        offsets_bytes: None if each source begins with its storage.
         facts: Of the storages, if they are known already.
+        total_bytes: Of all sources, if it is known already.
 
     Attributes:
         storages: Of each source the storage.
@@ -76,20 +78,22 @@ class SourceTable(Sequence[Source]):
         sizes_bytes: Of each the number of bytes.
     """
 
-    __slots__ = ("_facts", "_total_bytes", "offsets_bytes", "sizes_bytes", "storages")
+    __slots__ = ("_are_at_starts", "_facts", "_total_bytes", "offsets_bytes", "sizes_bytes", "storages")
 
     def __init__(
         self,
         storages: list[torch.UntypedStorage],
-        offsets_bytes: MutableSequence[int],
+        offsets_bytes: MutableSequence[int] | None,
         sizes_bytes: MutableSequence[int],
         facts: StorageFacts | None = None,
+        total_bytes: int | None = None,
     ) -> None:
         self.storages = storages
-        self.offsets_bytes = offsets_bytes
+        self.offsets_bytes = [0] * len(storages) if offsets_bytes is None else offsets_bytes
         self.sizes_bytes = sizes_bytes
+        self._are_at_starts = offsets_bytes is None
         self._facts = facts
-        self._total_bytes: int | None = None
+        self._total_bytes = total_bytes
 
     def total_bytes(self) -> int:
         """Return the bytes of all sources."""
@@ -101,9 +105,15 @@ class SourceTable(Sequence[Source]):
         """Return what the storages were when the table was made; what they are now if nobody had looked then."""
         return facts_of(self.storages) if self._facts is None else self._facts
 
+    def addresses(self) -> MutableSequence[int]:
+        """Return where each source lies, as `facts` says of its storage."""
+        starts = self.facts().addresses
+        return starts if self._are_at_starts else array("Q", map(operator.add, starts, self.offsets_bytes))
+
     def append(self, source: Source) -> None:
         """Add a source behind the others."""
         self._facts = self._total_bytes = None
+        self._are_at_starts = False
         self.storages.append(source.storage)
         self.offsets_bytes.append(source.offset_bytes)
         self.sizes_bytes.append(source.size_bytes)
