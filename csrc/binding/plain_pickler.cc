@@ -525,6 +525,11 @@ class PlainPickler {
     return *attributes != nullptr && PyDict_GET_SIZE(*attributes) != 0;
   }
 
+  bool HasBackwardHooks(PyObject* tensor) const {
+    return torch_.functions != nullptr ? torch_.functions->HasBackwardHooks(tensor)
+                                       : !of_tensor_.backward_hooks.Of(tensor).is_none();
+  }
+
   // A tensor, and what DLPack says of it.
   struct Described {
     PyObject* tensor;
@@ -547,7 +552,7 @@ class PlainPickler {
 
   void SaveTensor(PyObject* tensor, bool is_of_one_dict) {
     const py::object kept = py::reinterpret_borrow<py::object>(tensor);  // a list may lose it to another thread
-    if (HasAttributes(tensor) || !of_tensor_.backward_hooks.Of(tensor).is_none()) throw NotPlain{};
+    if (HasAttributes(tensor) || HasBackwardHooks(tensor)) throw NotPlain{};
     const Described described = Describe(tensor);
     PutTensor(described, RequiresGrad(described));
     Memoize(tensor, is_of_one_dict);

@@ -40,6 +40,28 @@ std::optional<size_t> OffsetOf(const std::vector<std::pair<const void*, uint64_t
   return found;
 }
 
+const void* ImplOfObject(const py::object& tensor) {
+  return reinterpret_cast<const void*>(AsUnsigned(tensor.attr("_cdata")));
+}
+
+// Returns the only offset in a C++ tensor at which it points to what counts its changes: detach() has the same counter,
+// and `.data` its own.
+std::optional<size_t> OffsetOfCounter(const py::list& samples) {
+  std::optional<size_t> found;
+  for (size_t offset = kWord; offset < kWordsOfTensor * kWord; offset += kWord) {
+    const bool is_counter = std::ranges::all_of(samples, [offset](const py::handle sample) {
+      const py::object detached = sample.attr("detach")(), data = sample.attr("data");
+      const uint64_t counter = WordAt(ImplOfObject(py::reinterpret_borrow<py::object>(sample)), offset);
+      const uint64_t of_data = WordAt(ImplOfObject(data), offset);
+      return counter != 0 && of_data != 0 && counter != of_data && counter == WordAt(ImplOfObject(detached), offset);
+    });
+    if (!is_counter) continue;
+    if (found.has_value()) return std::nullopt;
+    found = offset;
+  }
+  return found;
+}
+
 template <class Function>
 bool FindFunction(void* library, const char* name, Function*& function) {
   function = reinterpret_cast<Function*>(dlsym(library, name));
@@ -71,20 +93,27 @@ std::shared_ptr<const TorchFunctions> TorchFunctions::Find(const std::string& li
 }
 
 bool TorchFunctions::FindPlaces(const py::list& samples) {
-  std::vector<std::pair<const void*, uint64_t>> tensors, storages;
+  if (samples.size() < 2) return false;
+  std::vector<std::pair<const void*, uint64_t>> tensors, hooks, storages, with_same_data;
   size_t size_bytes = SIZE_MAX;
   for (const py::handle sample : samples) {
+    const py::object of_sample = sample.attr("_backward_hooks");
     const uint64_t impl = AsUnsigned(sample.attr("_cdata"));
     tensors.emplace_back(sample.ptr(), impl);
+    hooks.emplace_back(sample.ptr(), of_sample.is_none() ? 0 : reinterpret_cast<uint64_t>(of_sample.ptr()));
     storages.emplace_back(reinterpret_cast<const void*>(impl),
                           AsUnsigned(sample.attr("untyped_storage")().attr("_cdata")));
     size_bytes = std::min(size_bytes, size_t(Py_TYPE(sample.ptr())->tp_basicsize));
   }
   const auto handle = OffsetOf(tensors, sizeof(PyObject), size_bytes);
+  const auto hook = OffsetOf(hooks, sizeof(PyObject), size_bytes);
   const auto storage = OffsetOf(storages, kWord, kWordsOfTensor * kWord);
-  if (samples.size() < 2 || !handle.has_value() || !storage.has_value()) return false;
+  const auto counter = OffsetOfCounter(samples);
+  if (!handle.has_value() || !hook.has_value() || !storage.has_value() || !counter.has_value()) return false;
   handle_offset_ = *handle;
+  hooks_offset_ = *hook;
   storage_offset_in_tensor_ = *storage;
+  counter_offset_in_tensor_ = *counter;
   return true;
 }
 
@@ -124,7 +153,8 @@ void TorchFunctions::Touch(std::span<PyObject* const> tensors) const {
     for (size_t line = 0; storage != nullptr && line < kStorageLines; line++) read(storage + line * kLine);
   }
   for (PyObject* const tensor : tensors) {
-    if (!Version(tensor).has_value()) break;  // to throw takes longer than memory
+    const void* const counter = WordOfImpl(tensor, counter_offset_in_tensor_);
+    if (counter != nullptr) read(counter);
   }
 }
 

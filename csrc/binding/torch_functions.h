@@ -16,8 +16,8 @@ namespace fastpersist {
 //
 // Torch is not there when this is built, so its functions are found by name while the program runs: three of the C
 // functions that it keeps stable (torch/csrc/inductor/aoti_torch/c/shim.h), and four of C++, whose names hold the types
-// of their arguments. Where the structure of a Python tensor has its C++ tensor is found by what `_cdata` says. All of
-// it must agree with Python's attributes on samples; else none of it is used.
+// of their arguments. Where the structures of a tensor have what else is asked is found by what Python says of samples.
+// All of it must agree with Python's attributes on samples; else none of it is used.
 //
 // REQUIRES, of all calls: the object's type is torch.Tensor or Parameter, and the GIL is held. StorageOffset,
 // StorageBytes and Strides: the tensor has storage and strides, as DenseTensors::Describe finds out; else torch prints
@@ -28,7 +28,7 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
   //   library       the path of torch._C
   //   tensor        torch.Tensor
   //   storage       torch.UntypedStorage
-  //   samples       plain tensors in host memory
+  //   samples       plain tensors in host memory; at least one has backward hooks
   static std::shared_ptr<const TorchFunctions> Find(const std::string& library, const pybind11::object& tensor,
                                                     const pybind11::object& storage, const pybind11::list& samples);
 
@@ -61,6 +61,10 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
   bool IsNegative(PyObject* tensor) const { return is_negative_(HandleOf(tensor)); }
   bool RequiresGrad(PyObject* tensor) const { return requires_grad_(ImplOf(tensor)); }
 
+  bool HasBackwardHooks(PyObject* tensor) const {
+    return *reinterpret_cast<PyObject* const*>(reinterpret_cast<const char*>(tensor) + hooks_offset_) != nullptr;
+  }
+
   // Returns how often it was changed in place; nothing if it raises an error instead, as an inference tensor does.
   std::optional<int64_t> Version(PyObject* tensor) const {
     try {
@@ -83,15 +87,17 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
 
   Handle HandleOf(PyObject* tensor) const { return reinterpret_cast<const char*>(tensor) + handle_offset_; }
   const void* ImplOf(PyObject* tensor) const { return *static_cast<void* const*>(HandleOf(tensor)); }
-  const void* StorageOf(PyObject* tensor) const {
-    return *reinterpret_cast<void* const*>(static_cast<const char*>(ImplOf(tensor)) + storage_offset_in_tensor_);
+  const void* WordOfImpl(PyObject* tensor, size_t offset) const {
+    return *reinterpret_cast<void* const*>(static_cast<const char*>(ImplOf(tensor)) + offset);
   }
+  const void* StorageOf(PyObject* tensor) const { return WordOfImpl(tensor, storage_offset_in_tensor_); }
 
   bool FindPlaces(const pybind11::list& samples);
   bool AgreesWithPython(const pybind11::object& tensor, const pybind11::object& storage,
                         const pybind11::list& samples) const;
 
-  size_t handle_offset_ = 0, storage_offset_in_tensor_ = 0;
+  size_t handle_offset_ = 0, hooks_offset_ = 0;                                // in a Python tensor
+  size_t storage_offset_in_tensor_ = 0, counter_offset_in_tensor_ = 0;  // in a C++ tensor
   int32_t (*storage_offset_)(Handle, int64_t*) = nullptr;
   int32_t (*storage_bytes_)(Handle, int64_t*) = nullptr;
   int32_t (*strides_)(Handle, int64_t**) = nullptr;

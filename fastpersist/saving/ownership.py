@@ -164,7 +164,8 @@ class Owners:
             if reason:
                 why_not = reason
                 continue
-            owned += _tensors_of(optimizer)
+            found = _tensors_of(optimizer)
+            owned = owned + found if owned else found  # a list of many thousands is not copied
         return TensorsOfOwner(owned) if owned else Holders([], []), why_not
 
     def constant(self) -> Holders:

@@ -30,6 +30,7 @@ __all__ = [
     "no_tag",
     "not_allowed_globals",
     "plain_load",
+    "sample_tensors",
     "stock_load",
     "stock_save",
     "torch_functions",
@@ -54,20 +55,28 @@ def torch_functions() -> _native.TorchFunctions | None:
     if release is None or tuple(map(int, release.groups())) > _NEWEST_KNOWN:
         return None
     with torch.inference_mode(False), torch.no_grad():
-        numbers = torch.zeros(4, 6, device="cpu", dtype=torch.float32)
-        changed = torch.zeros(5, device="cpu", dtype=torch.int64).add_(1).add_(1)
-        samples = [
-            numbers[1:, ::2],
-            numbers.t(),
-            changed,
-            changed[4],
-            torch.nn.Parameter(torch.zeros(3, device="cpu", dtype=torch.bfloat16)),
-            torch._neg_view(torch.zeros(2, device="cpu", dtype=torch.float64)),
-            torch.zeros(0, 7, device="cpu", dtype=torch.bool),
-        ]
-    if not all(type(sample) in (torch.Tensor, torch.nn.Parameter) for sample in samples):
-        return None  # somebody's mode makes other tensors
-    return _native.TorchFunctions.find(torch._C.__file__, torch.Tensor, torch.UntypedStorage, samples)
+        samples = sample_tensors()
+        if not all(type(sample) in (torch.Tensor, torch.nn.Parameter) for sample in samples):
+            return None  # somebody's mode makes other tensors
+        return _native.TorchFunctions.find(torch._C.__file__, torch.Tensor, torch.UntypedStorage, samples)
+
+
+def sample_tensors() -> list[torch.Tensor]:
+    """Return tensors that differ in all that native code asks of them."""
+    numbers = torch.zeros(4, 6, device="cpu", dtype=torch.float32)
+    changed = torch.zeros(5, device="cpu", dtype=torch.int64).add_(1).add_(1)
+    hooked = torch.zeros(2, device="cpu", dtype=torch.float32)
+    hooked._backward_hooks = OrderedDict()
+    return [
+        numbers[1:, ::2],
+        numbers.t(),
+        changed,
+        changed[4],
+        hooked,
+        torch.nn.Parameter(torch.zeros(3, device="cpu", dtype=torch.bfloat16)),
+        torch._neg_view(torch.zeros(2, device="cpu", dtype=torch.float64)),
+        torch.zeros(0, 7, device="cpu", dtype=torch.bool),
+    ]
 
 
 def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:

@@ -150,6 +150,34 @@ def test_what_only_a_dict_holds_may_come_again_by_code_of_an_object(kind: type) 
     assert len(pickle_skeleton(state).storages) == 6
 
 
+class TakesKeysOf:
+    """Its pickling brings again the keys of a dict, to which it does not refer."""
+
+    owners: list[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([list(owner) for owner in self.owners],)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict])
+def test_keys_that_are_no_constants_may_come_again(kind: type) -> None:
+    def key(name: str) -> str:
+        return "".join(["a.long.", name])  # not one that Python keeps for all
+
+    shared, listed = key("shared"), key("listed")
+    first = kind([(key("first"), torch.ones(2)), (shared, torch.ones(3)), (listed, 1), (key("last"), 1)])
+    second = kind([(shared, torch.zeros(2)), (key("first"), torch.ones(2)), (key("other"), None)])
+    state = {"first": first, "second": second, "list": [listed, key("first")]}
+    del shared, listed
+    assert pickle_skeleton(state).pickle == stock_pickle(state)
+    TakesKeysOf.owners = [first, second]
+    state["keys"] = TakesKeysOf()
+    assert is_pickled_natively(state)
+    assert pickle_skeleton(state).pickle == stock_pickle(state)
+    del first[next(iter(first))]
+    assert pickle_skeleton(state).pickle == stock_pickle(state)
+
+
 class Moves:
     """Its pickling gives a storage that was met other memory, and what was met other storages."""
 

@@ -18,7 +18,7 @@ from support.sameness import assert_same
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.transfer.torch_boundary import loads_plainly, plain_load, torch_functions, untraced
+from fastpersist.transfer.torch_boundary import loads_plainly, plain_load, sample_tensors, torch_functions, untraced
 
 
 def save_one_file(state: object, path: Path) -> None:
@@ -80,8 +80,10 @@ def found_with(samples: list[torch.Tensor]) -> _native.TorchFunctions | None:
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch is asked by attributes")
-def test_functions_of_torch_are_found() -> None:
-    assert torch_functions() is not None
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_functions_of_torch_are_found(is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        assert torch_functions.__wrapped__() is not None
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0a0+git0a1b2c3", "3.0", "unknown"])
@@ -91,11 +93,12 @@ def test_functions_of_a_torch_that_nobody_has_tried_are_not_used(version: str, m
 
 
 def test_functions_of_torch_are_not_used_where_they_could_not_be_compared() -> None:
+    samples = sample_tensors()
     assert found_with([]) is None
-    assert found_with([torch.ones(2)]) is None
+    assert found_with(samples[:1]) is None
+    assert found_with([one for one in samples if one._backward_hooks is None]) is None
     with torch.inference_mode():
-        assert found_with([torch.ones(2), torch.ones(3)]) is None  # it has no count of changes to compare
-    samples = [torch.ones(2), torch.ones(3)]
+        assert found_with([*samples, torch.ones(3)]) is None  # it has no count of changes to compare
     assert _native.TorchFunctions.find("/no/library.so", torch.Tensor, torch.UntypedStorage, samples) is None
 
 
@@ -103,7 +106,7 @@ def test_functions_that_say_something_else_than_python_are_not_used() -> None:
     class Lies(torch.Tensor):
         _version = property(lambda tensor: 7)  # type: ignore[assignment]
 
-    samples = [torch.ones(2), torch.ones(3)]
+    samples = sample_tensors()
     assert _native.TorchFunctions.find(torch._C.__file__, Lies, torch.UntypedStorage, samples) is None
 
 
