@@ -236,7 +236,6 @@ class TorchTypes:
         global_opcode: Callable[[object], bytes | None],
         location_of: Callable[[torch.UntypedStorage], str],
         is_host_tagged_cpu: bool,
-        may_have_names: bool,
         functions: TorchFunctions | None,
     ) -> None: ...
 

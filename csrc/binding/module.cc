@@ -561,10 +561,10 @@ PYBIND11_MODULE(_native, m) {
                   py::arg("samples"));
   py::class_<TorchTypes>(m, "TorchTypes")
       .def(py::init<py::object, py::object, py::object, py::object, py::object, py::dict, py::object, py::object,
-                    py::object, bool, bool, std::shared_ptr<const TorchFunctions>>(),
+                    py::object, bool, std::shared_ptr<const TorchFunctions>>(),
            py::kw_only(), py::arg("tensor"), py::arg("parameter"), py::arg("storage"), py::arg("rebuild_parameter"),
            py::arg("ordered_dict"), py::arg("rebuild_by_dtype"), py::arg("is_ordinary"), py::arg("global_opcode"),
-           py::arg("location_of"), py::arg("is_host_tagged_cpu"), py::arg("may_have_names"), py::arg("functions"));
+           py::arg("location_of"), py::arg("is_host_tagged_cpu"), py::arg("functions"));
   m.def("pickle_plain", &PicklePlain, py::arg("object"), py::arg("torch"));
   m.def("is_mount_point", &IsMountPoint, py::arg("path"));
   m.def(

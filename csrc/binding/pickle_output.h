@@ -7,13 +7,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "binding/address_table.h"
-#include "core/memory.h"
 
 namespace fastpersist {
 
@@ -23,7 +21,11 @@ inline uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t
 // identity of an object that was made on the way must not become another's.
 class Memo {
  public:
-  explicit Memo(size_t expected_count) : numbers_(expected_count) {}
+  struct Sizes {
+    size_t known = 0, of_one_dict = 0;
+  };
+
+  explicit Memo(const Sizes& expected) : numbers_(expected.known) { of_one_dict_.reserve(expected.of_one_dict); }
   ~Memo() {
     numbers_.ForEachAddress([](uintptr_t address) { Py_DECREF(reinterpret_cast<PyObject*>(address)); });
     for (const auto& [object, number] : of_one_dict_) Py_DECREF(object);
@@ -58,8 +60,7 @@ class Memo {
     of_one_dict_.clear();
   }
 
-  // Objects by which others are looked for.
-  size_t known_count() const { return numbers_.count(); }
+  Sizes sizes() const { return {numbers_.count(), of_one_dict_.size()}; }
 
   bool knows_all() const { return knows_all_; }
 
@@ -114,7 +115,6 @@ class Bytes {
     if (bytes_ == nullptr) throw pybind11::error_already_set();
     next_ = PyBytes_AS_STRING(bytes_);
     end_ = next_ + PyBytes_GET_SIZE(bytes_);
-    AdviseHugePages({std::as_writable_bytes(std::span(next_, end_))});  // else clearing its pages takes longer than filling it
   }
   ~Bytes() { Py_XDECREF(bytes_); }
   Bytes(const Bytes&) = delete;

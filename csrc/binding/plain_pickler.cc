@@ -54,16 +54,17 @@ struct TensorFacts {
         is_conj(tensor, "is_conj"),
         version(tensor, "_version"),
         is_cpu(tensor, "is_cpu"),
-        is_cuda(tensor, "is_cuda"),
-        dict(tensor, "__dict__") {}
+        is_cuda(tensor, "is_cuda") {
+    if (py::hasattr(tensor, "has_names")) has_names.emplace(tensor, "has_names");
+  }
 
   const Asked untyped_storage, storage_offset, shape, stride, requires_grad, dtype, backward_hooks;
-  const Asked is_neg, is_conj, version, is_cpu, is_cuda, dict;
+  const Asked is_neg, is_conj, version, is_cpu, is_cuda;
+  std::optional<Asked> has_names;  // of a torch whose tensors may have names
 };
 
 // Names of attributes and methods, and texts of a pickle, each made once.
 struct Names {
-  PyObject* const has_names = Interned("has_names");
   PyObject* const dict = Interned("__dict__");
   PyObject* const name = Interned("__name__");
   PyObject* const reduce_ex = Interned("__reduce_ex__");
@@ -86,7 +87,8 @@ struct Repeated {
 
 // How large a pickle is. The next one is probably of the same state, and need not grow step by step.
 struct PickleSizes {
-  size_t bytes = 0, known_objects = 0, storages = 0, tensors = 0;
+  size_t bytes = 0, storages = 0, tensors = 0;
+  Memo::Sizes memo;
 };
 
 class PlainPickler {
@@ -100,7 +102,7 @@ class PlainPickler {
         key_of_storage_(torch.storage, "_cdata"),
         dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")),
         out_(expected.bytes + expected.bytes / 16),
-        memo_(expected.known_objects),
+        memo_(expected.memo),
         rebuild_parameter_{torch.rebuild_parameter.ptr(), {}},
         ordered_dict_{torch.ordered_dict.ptr(), {}},
         first_at_(expected.storages) {
@@ -118,7 +120,7 @@ class PlainPickler {
     Put('\x02');
     Save(object);
     Put(kStop);
-    sizes = {out_.size(), memo_.known_count(), storages_.size(), held_.size()};
+    sizes = {out_.size(), storages_.size(), held_.size(), memo_.sizes()};
     const py::object facts = has_run_code_
                                  ? py::none()
                                  : py::object(py::make_tuple(AsBytes(keys_), AsBytes(addresses_), AsBytes(sizes_),
@@ -584,7 +586,7 @@ class PlainPickler {
     Rebuild& rebuild = RebuildOf(described);
     if (functions != nullptr ? functions->IsNegative(tensor) : of_tensor_.is_neg.IsTrueOf(tensor)) throw NotPlain{};
     if (rebuild.may_be_conjugate && of_tensor_.is_conj.IsTrueOf(tensor)) throw NotPlain{};
-    if (torch_.may_have_names && py::handle(tensor).attr(N().has_names)().ptr() == Py_True) throw NotPlain{};
+    if (of_tensor_.has_names.has_value() && of_tensor_.has_names->IsTrueOf(tensor)) throw NotPlain{};
     const int64_t offset = functions != nullptr ? functions->StorageOffset(tensor) : OffsetOf(tensor);
     PutRepeated(rebuild.function);
     Put(kMark);

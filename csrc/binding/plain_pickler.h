@@ -23,7 +23,6 @@ struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
   pybind11::object global_opcode;  // global_opcode(class or function): the opcode that names it, or None
   pybind11::object location_of;    // location_of(storage): torch's tag of its device
   bool is_host_tagged_cpu;         // location_of would say "cpu" of each storage of the host
-  bool may_have_names;             // tensors have has_names(); torch refuses those with names
   std::shared_ptr<const TorchFunctions> functions;  // null: tensors are asked by Python's attributes
 };
 

@@ -222,7 +222,6 @@ def _torch_types() -> _native.TorchTypes | None:
         location_of=torch.serialization.location_tag,
         # Unless somebody registered a tagger before torch's own (10 and up).
         is_host_tagged_cpu=all(entry[0] >= 10 or entry[1] is no_tag for entry in torch.serialization._package_registry),
-        may_have_names=hasattr(torch.Tensor, "has_names"),
         functions=torch_functions(),
     )
 
