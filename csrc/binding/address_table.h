@@ -11,8 +11,8 @@
 namespace fastpersist {
 
 // Addresses come about in the order in which they were given out, so neighbours have neighbouring slots: the processor
-// has read them, or does so ahead. Where neighbours of two places meet in one slot, the next ones are far apart, so that
-// two full neighbourhoods do not make a long search.
+// has read them, or does so ahead. Where neighbours of two places meet in one slot, the next ones are far apart, so
+// that two full neighbourhoods do not make a long search.
 class AddressTable {
  public:
   //   expected_count  of addresses; more may come

@@ -32,7 +32,7 @@ struct NotPlain : std::exception {};
 constexpr int kBatchCount = 1000;  // items after one MARK
 constexpr int kAheadCount = 64;    // values of a dict whose memory is read before they are asked
 constexpr size_t kAheadInner = 8;  // values of each dict among them
-constexpr int kDictLines = 2;      // of the entries of each
+constexpr size_t kDictLines = 2;   // of the entries of each
 
 PyObject* Interned(const char* text) {
   PyObject* const made = PyUnicode_InternFromString(text);
@@ -380,7 +380,7 @@ class PlainPickler {
     for (int i = 0; i < count; i++) {
       if (!PyDict_CheckExact(values[i])) continue;
       const auto* const entries = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(values[i])->ma_keys);
-      for (int line = 0; line < kDictLines; line++) read(entries + 64 * line);
+      for (size_t line = 0; line < kDictLines; line++) read(entries + 64 * line);
     }
     ahead_.clear();
     for (int i = 0; i < count; i++) {

@@ -1,9 +1,10 @@
 // The table of addresses, compared with std::unordered_map: for addresses as allocators give them out, neighbours and
 // distant ones, and for those that would meet in one slot.
+#include "binding/address_table.h"
+
 #include <functional>
 #include <unordered_map>
 
-#include "binding/address_table.h"
 #include "simulation.h"
 #include "testing.h"
 
