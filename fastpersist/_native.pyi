@@ -6,6 +6,7 @@ the GIL and takes it only to run a hook. Errors are of the classes of fastpersis
 unchanged.
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -301,9 +302,9 @@ def pickle_plain(
     tuple[
         bytes,
         list[torch.UntypedStorage],
-        tuple[bytes, bytes, bytes, bytes, bool] | None,
+        tuple[array[int], array[int], array[int], bool, array[int]] | None,
         list[torch.Tensor],
-        bytes,
+        array[int],
     ]
     | None
 ): ...

@@ -121,11 +121,11 @@ class PlainPickler {
     Save(object);
     Put(kStop);
     sizes = {out_.size(), storages_.size(), held_.size(), memo_.sizes()};
-    const py::object facts = has_run_code_
-                                 ? py::none()
-                                 : py::object(py::make_tuple(AsBytes(keys_), AsBytes(addresses_), AsBytes(sizes_),
-                                                             AsBytes(versions_), are_on_host_));
-    return py::make_tuple(out_.Finish(), live_storages_, facts, holders_, AsBytes(held_));
+    const py::object facts =
+        has_run_code_ ? py::none()
+                      : py::object(py::make_tuple(AsArray("Q", keys_), AsArray("Q", addresses_), AsArray("Q", sizes_),
+                                                  are_on_host_, AsArray("q", versions_)));
+    return py::make_tuple(out_.Finish(), live_storages_, facts, holders_, AsArray("I", held_));
   }
 
  private:
@@ -143,9 +143,12 @@ class PlainPickler {
     bool gets_dtype, may_be_conjugate;
   };
 
+  // Returns an array.array.
   template <class Number>
-  static py::bytes AsBytes(const std::vector<Number>& numbers) {
-    return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(Number)};
+  static py::object AsArray(const char* type_code, const std::vector<Number>& numbers) {
+    const py::object array = py::module_::import("array").attr("array")(type_code);
+    array.attr("frombytes")(py::memoryview::from_memory(numbers.data(), Py_ssize_t(numbers.size() * sizeof(Number))));
+    return array;
   }
 
   // --- bytes

@@ -27,10 +27,10 @@ struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
 };
 
 // Returns (pickle, storages, facts, tensors, for each tensor the index of its storage) as skeleton.py's pickler makes
-// them, byte for byte. Facts are sources.py's StorageFacts, each column as the bytes of its array, and whether all is
-// on the host last; or None if an object's own code has run, which may have changed a storage that was met before.
-// Returns None if the object holds something that only that pickler knows how to write. An error that the object's own
-// code raises goes through, as there. After None that pickler reduces again what was reduced here.
+// them, byte for byte. Facts are those of sources.py's StorageFacts; or None if an object's own code has run, which may
+// have changed a storage that was met before. Returns None if the object holds something that only that pickler knows
+// how to write. An error that the object's own code raises goes through, as there. After None that pickler reduces
+// again what was reduced here.
 //
 // It follows CPython's _pickle.c at protocol 2: the same opcodes, the same numbers in the memo, the same batches. Each
 // object is reduced as there, by copyreg or its __reduce_ex__, except for plain tensors: what these would be reduced to

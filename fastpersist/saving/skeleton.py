@@ -16,7 +16,6 @@ import enum
 import functools
 import io
 import pickle
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -251,14 +250,8 @@ def _pickled(obj: object) -> Skeleton:
     plain = None if types is None else _native.pickle_plain(obj, types)
     if plain is not None:
         pickled, live, noted, tensors, held = plain
-        if noted is None:
-            facts = facts_of(live)
-        else:
-            keys, addresses, sizes, versions, are_on_host = noted
-            facts = StorageFacts(
-                array("Q", keys), array("Q", addresses), array("Q", sizes), are_on_host, array("q", versions)
-            )
-        return Skeleton(pickled, live, facts, Holders(tensors, array("I", held)), wrappers=[])
+        facts = facts_of(live) if noted is None else StorageFacts(*noted)
+        return Skeleton(pickled, live, facts, Holders(tensors, held), wrappers=[])
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
