@@ -1,7 +1,6 @@
 // Numbers by address, of objects or of memory.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -15,9 +14,10 @@ namespace fastpersist {
 // that two full neighbourhoods do not make a long search.
 class AddressTable {
  public:
-  //   expected_count  of addresses; more may come
-  explicit AddressTable(size_t expected_count = 0) : slots_(std::bit_ceil(2 * std::max(expected_count, size_t{512}))) {
-    entries_.reserve(expected_count);
+  // Makes room for so many addresses; more may come.
+  void Expect(size_t count) {
+    entries_.reserve(count);
+    if (2 * count > slots_.size()) GrowTo(std::bit_ceil(2 * count));
   }
 
   // Returns the number of an address, or null.
@@ -32,7 +32,7 @@ class AddressTable {
     if (slot.entry != 0) return {entries_[slot.entry - 1].number, false};
     entries_.push_back({address, number});
     slot = {uint32_t(entries_.size()), TagOf(address)};
-    if (2 * entries_.size() > slots_.size()) Grow();
+    if (2 * entries_.size() > slots_.size()) GrowTo(4 * slots_.size());
     return {number, true};
   }
 
@@ -75,8 +75,8 @@ class AddressTable {
     }
   }
 
-  void Grow() {
-    std::vector<Slot> larger(4 * slots_.size());
+  void GrowTo(size_t slot_count) {
+    std::vector<Slot> larger(slot_count);
     for (size_t i = 0; i < entries_.size(); i++) {
       const uintptr_t address = entries_[i].address;
       larger[IndexOf(larger, address)] = {uint32_t(i + 1), TagOf(address)};
@@ -84,8 +84,8 @@ class AddressTable {
     slots_ = std::move(larger);
   }
 
-  std::vector<Entry> entries_;  // in the order in which they came
-  std::vector<Slot> slots_;     // a power of two, at most half of them used
+  std::vector<Entry> entries_;                         // in the order in which they came
+  std::vector<Slot> slots_ = std::vector<Slot>(1024);  // a power of two, at most half of them used
 };
 
 }  // namespace fastpersist

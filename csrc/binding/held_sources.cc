@@ -172,11 +172,11 @@ class [[gnu::visibility("hidden")]] HeldSources {
         holders_(std::move(holders)),
         held_(Column<uint32_t>(held)),
         versions_(Column<int64_t>(versions)),
-        first_of_key_(keys_.size()),
         next_(keys_.size(), kNone),
         first_holders_(keys_.size(), kNone) {
     if (holders_.size() != held_.size()) throw py::value_error("each holder holds one source");
     if (!versions_.empty() && versions_.size() != held_.size()) throw py::value_error("each holder has one count");
+    first_of_key_.Expect(keys_.size());
     firsts_.reserve(keys_.size());
     for (uint32_t source = 0; source < keys_.size(); source++) {
       const auto [first, is_new] = first_of_key_.FindOrAdd(uintptr_t(keys_[source]), source);

@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -25,7 +24,7 @@ class Memo {
     size_t known = 0, of_one_dict = 0;
   };
 
-  explicit Memo(const Sizes& expected) : numbers_(expected.known) { of_one_dict_.reserve(expected.of_one_dict); }
+  Memo() = default;
   ~Memo() {
     numbers_.ForEachAddress([](uintptr_t address) { Py_DECREF(reinterpret_cast<PyObject*>(address)); });
     for (const auto& [object, number] : of_one_dict_) Py_DECREF(object);
@@ -60,6 +59,10 @@ class Memo {
     of_one_dict_.clear();
   }
 
+  void Expect(const Sizes& sizes) {
+    numbers_.Expect(sizes.known);
+    of_one_dict_.reserve(sizes.of_one_dict);
+  }
   Sizes sizes() const { return {numbers_.count(), of_one_dict_.size()}; }
 
   bool knows_all() const { return knows_all_; }
@@ -109,9 +112,7 @@ enum Opcode : char {
 // Grows like a string, but a byte takes no call, and the end is Python's bytes object without a copy.
 class Bytes {
  public:
-  //   expected_size  more or fewer may come
-  explicit Bytes(size_t expected_size)
-      : bytes_(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(std::max(expected_size, kLeastSize)))) {
+  Bytes() : bytes_(PyBytes_FromStringAndSize(nullptr, 1 << 16)) {
     if (bytes_ == nullptr) throw pybind11::error_already_set();
     next_ = PyBytes_AS_STRING(bytes_);
     end_ = next_ + PyBytes_GET_SIZE(bytes_);
@@ -137,6 +138,10 @@ class Bytes {
     next_ += more.size();
   }
 
+  // Makes room for so many bytes in all; more may come.
+  void Expect(size_t size) {
+    if (size > size_t(PyBytes_GET_SIZE(bytes_))) GrowTo(Py_ssize_t(size));
+  }
   size_t size() const { return size_t(next_ - PyBytes_AS_STRING(bytes_)); }
 
   // REQUIRES: nothing is put any more.
@@ -146,9 +151,11 @@ class Bytes {
   }
 
  private:
-  [[gnu::noinline]] void Grow(size_t least) {
+  [[gnu::noinline]] void Grow(size_t least) { GrowTo(2 * PyBytes_GET_SIZE(bytes_) + Py_ssize_t(least)); }
+
+  void GrowTo(Py_ssize_t capacity) {
     const size_t used = size();
-    Resize(2 * PyBytes_GET_SIZE(bytes_) + Py_ssize_t(least));
+    Resize(capacity);
     next_ = PyBytes_AS_STRING(bytes_) + used;
     end_ = PyBytes_AS_STRING(bytes_) + PyBytes_GET_SIZE(bytes_);
   }
@@ -156,8 +163,6 @@ class Bytes {
   void Resize(Py_ssize_t size) {
     if (_PyBytes_Resize(&bytes_, size) != 0) throw pybind11::error_already_set();  // it has dropped the bytes
   }
-
-  static constexpr size_t kLeastSize = 1 << 16;
 
   PyObject* bytes_;
   char* next_ = nullptr;

@@ -33,6 +33,7 @@ constexpr int kBatchCount = 1000;  // items after one MARK
 constexpr int kAheadCount = 64;    // values of a dict whose memory is read before they are asked
 constexpr size_t kAheadInner = 8;  // values of each dict among them
 constexpr size_t kDictLines = 2;   // of the entries of each
+constexpr size_t kManyStorages = 512;
 
 PyObject* Interned(const char* text) {
   PyObject* const made = PyUnicode_InternFromString(text);
@@ -85,42 +86,56 @@ struct Repeated {
   std::optional<uint32_t> number;
 };
 
-// How large a pickle is. The next one is probably of the same state, and need not grow step by step.
+// How large a pickle is.
 struct PickleSizes {
   size_t bytes = 0, storages = 0, tensors = 0;
   Memo::Sizes memo;
 };
 
+// The largest of the last pickles. A state with many tensors is probably one that was saved before, and its pickle need
+// not grow step by step. The GIL guards it.
+class ExpectedSizes {
+ public:
+  const PickleSizes& largest() const { return largest_; }
+
+  void Note(const PickleSizes& sizes) {
+    if (sizes.bytes < largest_.bytes && ++smaller_count_ < kSmallerCount) return;
+    largest_ = sizes;
+    smaller_count_ = 0;
+  }
+
+ private:
+  static constexpr int kSmallerCount = 8;
+
+  PickleSizes largest_;
+  int smaller_count_ = 0;  // pickles since that one
+};
+
 class PlainPickler {
  public:
-  PlainPickler(const TorchTypes& torch, const PickleSizes& expected)
+  PlainPickler(const TorchTypes& torch, ExpectedSizes& expected)
       : torch_(torch),
+        expected_(expected),
         of_tensor_(torch.tensor),
         dense_tensors_(torch.tensor),
         bytes_of_storage_(torch.storage, "nbytes"),
         address_of_storage_(torch.storage, "data_ptr"),
         key_of_storage_(torch.storage, "_cdata"),
         dispatch_table_(py::module_::import("copyreg").attr("dispatch_table")),
-        out_(expected.bytes + expected.bytes / 16),
-        memo_(expected.memo),
         rebuild_parameter_{torch.rebuild_parameter.ptr(), {}},
-        ordered_dict_{torch.ordered_dict.ptr(), {}},
-        first_at_(expected.storages) {
-    storages_.reserve(expected.storages);
-    for (auto* const column : {&keys_, &addresses_, &sizes_}) column->reserve(expected.storages);
-    held_.reserve(expected.tensors);
-    versions_.reserve(expected.tensors);
-  }
+        ordered_dict_{torch.ordered_dict.ptr(), {}} {}
 
   // Whether code of the object itself runs, or has raised an error.
   bool is_in_object() const { return is_in_object_; }
 
-  py::object Pickle(PyObject* object, PickleSizes& sizes) {
+  py::object Pickle(PyObject* object) {
     Put(kProto);
     Put('\x02');
     Save(object);
     Put(kStop);
-    sizes = {out_.size(), storages_.size(), held_.size(), memo_.sizes()};
+    if (storages_.size() >= kManyStorages) {
+      expected_.Note({out_.size(), storages_.size(), held_.size(), memo_.sizes()});
+    }
     const py::object facts =
         has_run_code_ ? py::none()
                       : py::object(py::make_tuple(AsArray("Q", keys_), AsArray("Q", addresses_), AsArray("Q", sizes_),
@@ -381,7 +396,7 @@ class PlainPickler {
       read(values[i]);
     }
     for (int i = 0; i < count; i++) {
-      if (!PyDict_CheckExact(values[i])) continue;
+      if (!PyDict_CheckExact(values[i]) || PyDict_GET_SIZE(values[i]) == 0) continue;
       const auto* const entries = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(values[i])->ma_keys);
       for (size_t line = 0; line < kDictLines; line++) read(entries + 64 * line);
     }
@@ -667,6 +682,7 @@ class PlainPickler {
     if (is_new) {
       live_storages_.append(live);
       storages_.emplace_back();
+      if (storages_.size() == kManyStorages) ExpectMany();
       if (of.functions != nullptr) {
         sizes_.push_back(of.functions->StorageBytes(tensor));
         keys_.push_back(of.functions->StorageKey(tensor));
@@ -710,6 +726,17 @@ class PlainPickler {
     Put(kBinPersId);
   }
 
+  void ExpectMany() {
+    const auto& [bytes, storages, tensors, memo] = expected_.largest();
+    out_.Expect(bytes + bytes / 16);
+    storages_.reserve(storages);
+    first_at_.Expect(storages);
+    for (auto* const column : {&keys_, &addresses_, &sizes_}) column->reserve(storages);
+    held_.reserve(tensors);
+    versions_.reserve(tensors);
+    memo_.Expect(memo);
+  }
+
   // Returns the index of a storage, which is the next one if it is new, and whether it is.
   std::pair<uint32_t, bool> IndexOf(PyObject* storage, uint64_t address) {
     const auto next = uint32_t(storages_.size());
@@ -749,6 +776,7 @@ class PlainPickler {
   }
 
   const TorchTypes& torch_;
+  ExpectedSizes& expected_;
   const TensorFacts of_tensor_;
   const DenseTensors dense_tensors_;
   const Asked bytes_of_storage_, address_of_storage_, key_of_storage_;
@@ -779,10 +807,10 @@ class PlainPickler {
 }  // namespace
 
 py::object PicklePlain(const py::object& object, const TorchTypes& torch) {
-  static PickleSizes last;
-  PlainPickler pickler(torch, last);
+  static ExpectedSizes expected;
+  PlainPickler pickler(torch, expected);
   try {
-    return pickler.Pickle(object.ptr(), last);
+    return pickler.Pickle(object.ptr());
   } catch (const NotPlain&) {
     PyErr_Clear();
     return py::none();

@@ -94,7 +94,7 @@ std::shared_ptr<const TorchFunctions> TorchFunctions::Find(const std::string& li
 
 bool TorchFunctions::FindPlaces(const py::list& samples) {
   if (samples.size() < 2) return false;
-  std::vector<std::pair<const void*, uint64_t>> tensors, hooks, storages, with_same_data;
+  std::vector<std::pair<const void*, uint64_t>> tensors, hooks, storages;
   size_t size_bytes = SIZE_MAX;
   for (const py::handle sample : samples) {
     const py::object of_sample = sample.attr("_backward_hooks");

@@ -13,7 +13,8 @@ namespace {
 
 void CompareWithUnorderedMap(const std::vector<uintptr_t>& addresses, size_t expected_count,
                              const std::string& detail) {
-  AddressTable table(expected_count);
+  AddressTable table;
+  table.Expect(expected_count);
   std::unordered_map<uintptr_t, uint32_t> model;
   std::vector<uintptr_t> in_order;
   for (uint32_t number = 0; number < addresses.size(); ++number) {
