@@ -169,4 +169,29 @@ class Bytes {
   char* end_ = nullptr;
 };
 
+// How large a pickle is.
+struct PickleSizes {
+  size_t bytes = 0, storages = 0, tensors = 0;
+  Memo::Sizes memo;
+};
+
+// The largest of the last pickles. A state with many tensors is probably one that was saved before, and its pickle need
+// not grow step by step. The GIL guards it.
+class ExpectedSizes {
+ public:
+  const PickleSizes& largest() const { return largest_; }
+
+  void Note(const PickleSizes& sizes) {
+    if (sizes.bytes < largest_.bytes && ++smaller_count_ < kSmallerCount) return;
+    largest_ = sizes;
+    smaller_count_ = 0;
+  }
+
+ private:
+  static constexpr int kSmallerCount = 8;
+
+  PickleSizes largest_;
+  int smaller_count_ = 0;  // pickles since that one
+};
+
 }  // namespace fastpersist

@@ -18,6 +18,7 @@
 
 #include "binding/address_table.h"
 #include "binding/dense_tensor.h"
+#include "binding/dict_ahead.h"
 #include "binding/pickle_output.h"
 #include "binding/tensor_questions.h"
 
@@ -29,11 +30,8 @@ namespace {
 // Thrown where only Python's pickler can go on.
 struct NotPlain : std::exception {};
 
-constexpr int kBatchCount = 1000;  // items after one MARK
-constexpr int kAheadCount = 64;    // values of a dict whose memory is read before they are asked
-constexpr size_t kAheadInner = 8;  // values of each dict among them
-constexpr size_t kDictLines = 2;   // of the entries of each
-constexpr size_t kManyStorages = 512;
+constexpr int kBatchCount = 1000;      // items after one MARK
+constexpr size_t kManyStorages = 512;  // a state of so many is expected to be about as large as the ones before
 
 PyObject* Interned(const char* text) {
   PyObject* const made = PyUnicode_InternFromString(text);
@@ -86,37 +84,13 @@ struct Repeated {
   std::optional<uint32_t> number;
 };
 
-// How large a pickle is.
-struct PickleSizes {
-  size_t bytes = 0, storages = 0, tensors = 0;
-  Memo::Sizes memo;
-};
-
-// The largest of the last pickles. A state with many tensors is probably one that was saved before, and its pickle need
-// not grow step by step. The GIL guards it.
-class ExpectedSizes {
- public:
-  const PickleSizes& largest() const { return largest_; }
-
-  void Note(const PickleSizes& sizes) {
-    if (sizes.bytes < largest_.bytes && ++smaller_count_ < kSmallerCount) return;
-    largest_ = sizes;
-    smaller_count_ = 0;
-  }
-
- private:
-  static constexpr int kSmallerCount = 8;
-
-  PickleSizes largest_;
-  int smaller_count_ = 0;  // pickles since that one
-};
-
 class PlainPickler {
  public:
   PlainPickler(const TorchTypes& torch, ExpectedSizes& expected)
       : torch_(torch),
         expected_(expected),
         of_tensor_(torch.tensor),
+        looks_ahead_{torch.tensor.ptr(), torch.parameter.ptr(), torch.functions.get()},
         dense_tensors_(torch.tensor),
         bytes_of_storage_(torch.storage, "nbytes"),
         address_of_storage_(torch.storage, "data_ptr"),
@@ -350,12 +324,12 @@ class PlainPickler {
     const Py_ssize_t size = PyDict_GET_SIZE(object);
     if (size == 0) return;
     if (size > 1) Put(kMark);
-    Ahead ahead(object);
+    DictAhead ahead(object, looks_ahead_);
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     int count = 0;
     for (Py_ssize_t position = 0; PyDict_Next(object, &position, &key, &value) != 0;) {
-      LookAhead(ahead);
+      ahead.Next();
       const bool is_ours = IsOfOneDict(value, 1);
       const py::object kept = py::reinterpret_borrow<py::object>(value);
       Save(key, IsOfOneDict(key, 1));
@@ -373,51 +347,6 @@ class PlainPickler {
   // Nobody can bring it again but code of an object, which has not run.
   bool IsOfOneDict(PyObject* object, Py_ssize_t count) const {
     return Py_REFCNT(object) == count && !memo_.knows_all();
-  }
-
-  // How far the memory of a dict's values was read.
-  struct Ahead {
-    explicit Ahead(PyObject* of) : dict(PyDict_GET_SIZE(of) > Py_ssize_t(kAheadInner) ? of : nullptr) {}
-    PyObject* dict;  // null: it is too small
-    Py_ssize_t position = 0;
-    int left = 0;
-  };
-
-  // Reads the memory of keys and values that come next; see TorchFunctions::Touch.
-  void LookAhead(Ahead& ahead) {
-    if (ahead.dict == nullptr || torch_.functions == nullptr || ahead.left-- > 0) return;
-    const auto read = [](const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); };
-    std::array<PyObject*, kAheadCount> keys, values;
-    int count = 0;
-    while (count < kAheadCount && PyDict_Next(ahead.dict, &ahead.position, &keys[count], &values[count]) != 0) count++;
-    ahead.left = count - 1;
-    for (int i = 0; i < count; i++) {
-      read(keys[i]);
-      read(values[i]);
-    }
-    for (int i = 0; i < count; i++) {
-      if (!PyDict_CheckExact(values[i]) || PyDict_GET_SIZE(values[i]) == 0) continue;
-      const auto* const entries = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(values[i])->ma_keys);
-      for (size_t line = 0; line < kDictLines; line++) read(entries + 64 * line);
-    }
-    ahead_.clear();
-    for (int i = 0; i < count; i++) {
-      if (!PyDict_CheckExact(values[i])) {
-        ahead_.push_back(values[i]);
-        continue;
-      }
-      PyObject* inner = nullptr;
-      Py_ssize_t position = 0;
-      for (size_t left = kAheadInner; left-- > 0 && PyDict_Next(values[i], &position, nullptr, &inner) != 0;) {
-        ahead_.push_back(inner);
-      }
-    }
-    for (PyObject* const object : ahead_) read(object);
-    std::erase_if(ahead_, [this](PyObject* object) {
-      PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-      return type != torch_.tensor.ptr() && type != torch_.parameter.ptr();
-    });
-    torch_.functions->Touch(ahead_);
   }
 
   void SaveGlobal(PyObject* object) {
@@ -480,11 +409,11 @@ class PlainPickler {
     if (memo_.Find(object) != nullptr) throw NotPlain{};  // it was reduced to something that holds it
     Memoize(object);
     const auto save_item = [this](PyObject* item) { Save(item); };
-    std::optional<Ahead> ahead;
-    if (is_ordered_dict) ahead.emplace(object);
+    std::optional<DictAhead> ahead;
+    if (is_ordered_dict) ahead.emplace(object, looks_ahead_);
     const auto save_pair = [&](PyObject* pair) {
       if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) throw NotPlain{};
-      if (ahead.has_value()) LookAhead(*ahead);
+      if (ahead.has_value()) ahead->Next();
       PyObject* const key = PyTuple_GET_ITEM(pair, 0);
       Save(key, is_ordered_dict && IsOfOneDict(key, 3));  // its order, and the pair, too
       PyObject* const value = PyTuple_GET_ITEM(pair, 1);
@@ -778,6 +707,7 @@ class PlainPickler {
   const TorchTypes& torch_;
   ExpectedSizes& expected_;
   const TensorFacts of_tensor_;
+  const DictAhead::Torch looks_ahead_;
   const DenseTensors dense_tensors_;
   const Asked bytes_of_storage_, address_of_storage_, key_of_storage_;
   const py::dict dispatch_table_;
@@ -791,7 +721,6 @@ class PlainPickler {
   Repeated cpu_text_{N().cpu, {}};
   std::deque<Rebuild> rebuilds_;  // of the dtypes met
   std::vector<int64_t> numbers_;
-  std::vector<PyObject*> ahead_;
   std::vector<Storage> storages_;
   AddressTable first_at_;        // the first storage at an address
   AddressTable index_of_other_;  // of the others by their objects, which live_storages_ holds; of all once code has run
