@@ -50,9 +50,9 @@ class RowStats:
 
     Attributes:
         row_count: Rows asked for, duplicates included.
-        device_row_count: Of these, rows that were on a device already.
-        hit_count: Of these, rows that the cache had.
-        shared_count: Of these, rows that came by a read which another request had under way.
+        device_row_count: Of the rows asked for, those that were on a device already.
+        hit_count: Of the rows asked for, those that the cache had.
+        shared_count: Of the rows asked for, those that came by a read which another request had under way.
         read_count: Requests to the kernel.
         read_bytes: Bytes that these read, whole blocks.
         cached_row_count: Rows in the cache now.
