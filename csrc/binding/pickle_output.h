@@ -54,6 +54,7 @@ class Memo {
 
   // From now on any object may come again. To be called before code of an object runs.
   void KnowAll() {
+    numbers_.Expect(numbers_.count() + of_one_dict_.size());  // the rest cannot fail, which would drop objects twice
     knows_all_ = true;
     for (const auto& [object, number] : of_one_dict_) numbers_.FindOrAdd(AddressOf(object), number);
     of_one_dict_.clear();

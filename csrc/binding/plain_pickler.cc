@@ -136,7 +136,9 @@ class PlainPickler {
   template <class Number>
   static py::object AsArray(const char* type_code, const std::vector<Number>& numbers) {
     const py::object array = py::module_::import("array").attr("array")(type_code);
-    array.attr("frombytes")(py::memoryview::from_memory(numbers.data(), Py_ssize_t(numbers.size() * sizeof(Number))));
+    if (!numbers.empty()) {
+      array.attr("frombytes")(py::memoryview::from_memory(numbers.data(), Py_ssize_t(numbers.size() * sizeof(Number))));
+    }
     return array;
   }
 
@@ -325,6 +327,7 @@ class PlainPickler {
     if (size == 0) return;
     if (size > 1) Put(kMark);
     DictAhead ahead(object, looks_ahead_);
+    const bool shares_keys = reinterpret_cast<PyDictObject*>(object)->ma_values != nullptr;  // as a __dict__ does
     PyObject* key = nullptr;
     PyObject* value = nullptr;
     int count = 0;
@@ -332,7 +335,7 @@ class PlainPickler {
       ahead.Next();
       const bool is_ours = IsOfOneDict(value, 1);
       const py::object kept = py::reinterpret_borrow<py::object>(value);
-      Save(key, IsOfOneDict(key, 1));
+      Save(key, !shares_keys && IsOfOneDict(key, 1));
       Save(value, is_ours && !memo_.knows_all());
       if (PyDict_GET_SIZE(object) != size) throw NotPlain{};
       if (++count % kBatchCount == 0 && size > 1) {  // another batch follows, be it empty

@@ -230,7 +230,8 @@ class Capture:
         snapshot = _native.Snapshot(self._arena.for_state(sources.total_bytes()))
         # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
         # columns, natively.
-        facts, storages, starts = sources.facts(), sources.storages, sources.addresses()
+        facts, storages = sources.facts(), sources.storages
+        starts = sources.addresses(facts)
         held = _native.HeldSources(_questions(), facts.keys, *container.holders, facts.versions)
         around = _owned(held, _around(container.wrappers))
         stable, constant = _owned(held, self._owned.stable), _owned(held, self._owned.constant)

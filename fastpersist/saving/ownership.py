@@ -165,7 +165,10 @@ class Owners:
                 why_not = reason
                 continue
             found = _tensors_of(optimizer)
-            owned = owned + found if owned else found  # a list of many thousands is not copied
+            if owned:
+                owned += found
+            else:
+                owned = found  # most have one optimizer, and its list of many thousands is not copied
         return TensorsOfOwner(owned) if owned else Holders([], []), why_not
 
     def constant(self) -> Holders:

@@ -105,9 +105,9 @@ class SourceTable(Sequence[Source]):
         """Return what the storages were when the table was made; what they are now if nobody had looked then."""
         return facts_of(self.storages) if self._facts is None else self._facts
 
-    def addresses(self) -> MutableSequence[int]:
-        """Return where each source lies, as `facts` says of its storage."""
-        starts = self.facts().addresses
+    def addresses(self, facts: StorageFacts) -> MutableSequence[int]:
+        """Return where each source lies, by the facts of the storages."""
+        starts = facts.addresses
         return starts if self._are_at_starts else array("Q", map(operator.add, starts, self.offsets_bytes))
 
     def append(self, source: Source) -> None:

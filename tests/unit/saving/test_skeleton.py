@@ -178,6 +178,22 @@ def test_keys_that_are_no_constants_may_come_again(kind: type) -> None:
     assert pickle_skeleton(state).pickle == stock_pickle(state)
 
 
+def test_keys_that_dicts_share_come_again() -> None:
+    class WithAttributes:
+        pass
+
+    objects = [WithAttributes(), WithAttributes()]
+    for name in ("first", "second"):
+        for one in objects:
+            setattr(one, "".join(["an_attribute_", name]), torch.ones(2))
+    clear_type_cache = getattr(sys, "_clear_type_cache", None)  # it holds names of attributes, too
+    if clear_type_cache is not None:
+        clear_type_cache()
+    dicts = [vars(one) for one in objects]
+    state = {"ordered": collections.OrderedDict(a=1), "dicts": dicts, "again": [one.copy() for one in dicts]}
+    assert pickle_skeleton(state).pickle == stock_pickle(state)
+
+
 class Moves:
     """Its pickling gives a storage that was met other memory, and what was met other storages."""
 

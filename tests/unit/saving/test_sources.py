@@ -34,6 +34,13 @@ def test_facts_are_those_of_the_storages() -> None:
     assert not facts_of([*storages, torch.UntypedStorage(5, device="meta")]).are_on_host
 
 
+def test_addresses_are_those_of_facts_and_offsets() -> None:
+    storages = [torch.UntypedStorage(10), torch.UntypedStorage(20)]
+    known = StorageFacts([1, 2], [1000, 2000], [10, 20], True)
+    assert list(table_of(*storages).addresses(known)) == [1000, 2001]
+    assert SourceTable(storages, None, [10, 20]).addresses(known) is known.addresses
+
+
 def test_known_facts_are_not_looked_up_again_and_end_with_the_next_source() -> None:
     storage = torch.UntypedStorage(10)
     known = StorageFacts([1], [2], [3], False)
