@@ -48,7 +48,7 @@ from fastpersist.commit.step_listing import commits_of, committed_steps, in_comm
 from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.stop_agreement import StopAgreement
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, SkippedError
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, FastPersistError, SkippedError
 from fastpersist.formats.manifest import checked_step
 from fastpersist.loading.renaming import Rename
 from fastpersist.loading.selection import require_keys
@@ -313,10 +313,13 @@ class Checkpointer:
 
         Raises:
             TimeoutError: A save is still under way.
-            FastPersistError: With on_error="raise": a save failed; raised once.
+            FastPersistError: With on_error="raise": a save failed; raised once. Or this is a forked child: the saves
+                are its parent's.
 
         Thread safety: the training thread only.
         """
+        if self._process != os.getpid():
+            raise FastPersistError(f"the saves to {self._path} belong to the process that this one was forked from")
         self._queue.join(timeout)
         self._queue.deliver()
 

@@ -1,4 +1,4 @@
-"""The command `fastpersist`: one module or package per subcommand, each with `add_parser(subparsers)` and `run(arguments)`.
+"""The command `fastpersist`: a module or package per subcommand, with `add_parser(subparsers)` and `run(arguments)`.
 
 This module only assembles them. `terminal` has the shared parts: exit codes, error lines, text for people. Command
 modules import slow packages inside `run`, so that `--help` does not wait for them.

@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument(
             name, metavar=name.upper(), help="a file, a directory of safetensors files, or a checkpoint"
         )
-    parser.add_argument("globs", metavar="GLOB", nargs="*", help="compare only what has such a name")
+    parser.add_argument("globs", metavar="GLOB", nargs="*", default=[], help="compare only what has such a name")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors; the exit code tells")
     parser.set_defaults(run=run)

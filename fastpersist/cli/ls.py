@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", help="a file, a directory of safetensors files, or a checkpoint")
-    parser.add_argument("globs", metavar="GLOB", nargs="*", help="list only tensors with such a name")
+    parser.add_argument("globs", metavar="GLOB", nargs="*", default=[], help="list only tensors with such a name")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--tree", action="store_true", help="one line for each part of a name, with sums")
     form.add_argument("--json", action="store_true", help="print JSON")

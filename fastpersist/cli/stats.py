@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", metavar="PATH", help="a file, a directory of safetensors files, or a checkpoint")
-    parser.add_argument("globs", metavar="GLOB", nargs="*", help="read only tensors with such a name")
+    parser.add_argument("globs", metavar="GLOB", nargs="*", default=[], help="read only tensors with such a name")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.set_defaults(run=run)

@@ -105,6 +105,7 @@ def log_of(root: str, rank: int) -> EventLog:
         known = _logs.get((root, rank))
         if known is None:
             known = _logs[root, rank] = EventLog(root, rank)
+            _logs.setdefault((os.path.realpath(root), rank), known)  # a save tells where links lead
         return known
 
 
@@ -138,6 +139,8 @@ def emit(
         _dropped_count += 1
         return
     root = None if log is None else log.root
+    if root is not None:
+        path = os.path.join(root, os.path.basename(path))
     event = Event(kind, time.time() if time_s is None else time_s, root, path, step, rank, figures)
     _queue.append(_Told(event, log))
     if wakes:

@@ -154,6 +154,8 @@ def place_tensors(
         if key == CRC_KEY:
             raise ConfigError(f"the metadata key {CRC_KEY!r} is where checksums are kept; choose another")
     for name, dtype, shape in tensors:
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ConfigError(f"a tensor of a safetensors file cannot have the name {name!r}")
         if not _is_text(name):
             raise ConfigError(f"the name {name!r} is no text that UTF-8 can hold")
         if dtype == _PACKED and not shape:

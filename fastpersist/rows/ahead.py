@@ -14,6 +14,8 @@ __all__ = ["Ticket", "ahead"]
 
 Batch = TypeVar("Batch")
 
+_WINDOW_MAX = 32  # the cache knows the uses of so many requests (RowCache::kWindow); of later ones it never would
+
 
 class Ticket(Protocol):
     """Rows that were asked for."""
@@ -33,7 +35,7 @@ def ahead(loader: Iterable[Batch], ask: Callable[[Batch], Ticket], window: int) 
     """
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ConfigError(f"window is {window!r}; it must be a number of batches, 1 or more")
-    return _with_rows(loader, ask, window)
+    return _with_rows(loader, ask, min(window, _WINDOW_MAX))
 
 
 def _with_rows(

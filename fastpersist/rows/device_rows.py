@@ -29,7 +29,7 @@ class DeviceRows(NamedTuple):
 
         What is copied to the device is in pinned memory, so the caller need not wait for it.
         """
-        places = torch.empty(ids.numel(), dtype=torch.int32, pin_memory=True)
+        places = torch.empty(ids.numel(), dtype=torch.int32, device="cpu", pin_memory=True)
         torch.index_select(self.place_of_row, 0, ids, out=places)
         other = (places < 0).nonzero().view(-1)
         return Split(self.rows, places, other.pin_memory(), ids[other])
@@ -108,8 +108,8 @@ def kept_on_device(
         read: Returns the rows of some ids in pinned memory.
         at_once: How many to read at a time.
     """
-    place_of_row = torch.full((row_count,), -1, dtype=torch.int32)
-    place_of_row[ids] = torch.arange(ids.numel(), dtype=torch.int32)
+    place_of_row = torch.full((row_count,), -1, dtype=torch.int32, device="cpu")
+    place_of_row[ids] = torch.arange(ids.numel(), dtype=torch.int32, device="cpu")
     for some, there in zip(ids.split(at_once), rows.split(at_once), strict=True):
         there.copy_(read(some), non_blocking=True)
     torch.cuda.current_stream(rows.device).synchronize()  # requests may use any stream

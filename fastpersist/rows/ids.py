@@ -33,24 +33,31 @@ def checked_ids(
         ConfigError: They are no whole numbers.
         RowIndexError: One is no row of the table; the message says which and where.
     """
-    if not getattr(getattr(ids, "flags", None), "writeable", True):
-        ids = ids.copy()  # torch warns of an array that it must not write to
     try:
-        given = torch.as_tensor(ids)
+        given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(_plain(ids), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ids are whole numbers, as a tensor, an array, a list or one number: {error}") from None
     if given.numel() == 0:
-        return torch.empty(0, dtype=torch.int64), given.shape
+        return torch.empty(0, dtype=torch.int64, device="cpu"), given.shape
     if given.dtype not in _WHOLE_NUMBERS:
         raise ConfigError(f"ids are whole numbers, not {given.dtype}")
     if given.device.type == "meta" or given.layout != torch.strided:
         raise ConfigError(f"ids are whole numbers in a dense tensor, not in one of {given.layout} on {given.device}")
     flat = given.detach().to("cpu", torch.int64).contiguous().view(-1)
+    if flat.untyped_storage().device.type == "meta":
+        raise ConfigError("ids are whole numbers in memory, not in a fake tensor")
     bad = find_bad(flat)
     if bad < flat.numel():
         place = f"[{', '.join(map(str, _indices(bad, given.shape)))}]" if given.dim() else ""
         raise RowIndexError(f"ids{place} is {given.reshape(-1)[bad].item()}; {path} has {row_count} rows")
     return flat, given.shape
+
+
+def _plain(ids: Any) -> Any:
+    """Return ids that torch takes: an array of numpy may be read-only, lie backwards, or have the other byte order."""
+    if not hasattr(ids, "__array_interface__"):
+        return ids
+    return ids.astype(ids.dtype.newbyteorder("="), order="C")
 
 
 def _indices(flat_index: int, shape: torch.Size) -> list[int]:

@@ -166,7 +166,7 @@ def _joined_positions(tables: Sequence[_Table]) -> torch.Tensor | None:
     joined, before_count = [], 0
     for table in tables:
         count = table.piece.row_count
-        own = torch.arange(count) if table.position_of_row is None else table.position_of_row.long()
+        own = torch.arange(count, device="cpu") if table.position_of_row is None else table.position_of_row.long()
         joined.append(own + before_count)
         before_count += count
     return torch.cat(joined)

@@ -107,15 +107,15 @@ def pack_rows(
 
 def _positions_by_score(order: torch.Tensor, row_count: int) -> torch.Tensor:
     """Return where the row of each id goes."""
-    scores = torch.as_tensor(order)
+    scores = order if isinstance(order, torch.Tensor) else torch.as_tensor(order, device="cpu")
     if scores.shape != (row_count,) or scores.is_complex():
         raise ConfigError(f"order is of shape {list(scores.shape)}; it must have a number for each of {row_count} ids")
     if scores.is_floating_point() and bool(scores.isnan().any()):
         raise ConfigError("order has a NaN, which is neither more nor less than others")
     ids = torch.argsort(scores.cpu(), descending=True, stable=True)
     dtype = torch.int32 if row_count < 1 << 31 else torch.int64
-    positions = torch.empty(row_count, dtype=dtype)
-    positions[ids] = torch.arange(row_count, dtype=dtype)
+    positions = torch.empty(row_count, dtype=dtype, device="cpu")
+    positions[ids] = torch.arange(row_count, dtype=dtype, device="cpu")
     return positions
 
 
@@ -124,7 +124,9 @@ def _targets(rows: RowSource, positions: torch.Tensor | None) -> torch.Tensor | 
     if rows.position_of_row is None:
         return positions
     # The source is packed itself: at position p lies the row of the id that has p.
-    by_id = torch.arange(rows.row_count, dtype=rows.position_of_row.dtype) if positions is None else positions
+    by_id = positions
+    if by_id is None:
+        by_id = torch.arange(rows.row_count, dtype=rows.position_of_row.dtype, device="cpu")
     targets = torch.empty_like(by_id)
     targets[rows.position_of_row.long()] = by_id
     return targets

@@ -104,7 +104,7 @@ def save_sidecar(path: str, facts: Sidecar, positions: torch.Tensor | None, *, e
     Raises:
         StorageError: An error of the disk; no sidecar was published.
     """
-    tensors = {_CRCS: torch.tensor(facts.crcs, dtype=torch.uint32)}
+    tensors = {_CRCS: torch.tensor(facts.crcs, dtype=torch.uint32, device="cpu")}
     if positions is not None:
         tensors[_POSITIONS] = positions
     metadata = {
@@ -213,7 +213,7 @@ def _read(source: CheckpointSource) -> Sidecar:
 
 
 def _read_tensor(source: CheckpointSource, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(entry.shape, dtype=dtype)
+    tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
     extents = Extents()
     extents.add_storage(entry.offset_bytes, tensor.untyped_storage(), with_crc=True, fresh=True)
     (crc,) = read_extents(source.fd, source.path, extents).crcs

@@ -30,6 +30,7 @@ from fastpersist.rows.ids import checked_ids
 from fastpersist.rows.opening import RowSource, Source, open_rows
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
+from fastpersist.transfer.tensor_memory import byte_view
 from fastpersist.transfer.tensor_requests import checked_number
 
 __all__ = ["RowStats", "RowStore", "RowTicket"]
@@ -109,6 +110,8 @@ class RowTicket:
 
     def done(self) -> bool:
         """Tell whether `result` would return or raise without waiting."""
+        if self._request is None and self._error is None:
+            self._store._start_waiting()  # requests before it may have been dropped meanwhile
         return self._error is not None or (self._request is not None and self._request.done())
 
     def cancel(self) -> None:
@@ -189,6 +192,9 @@ class RowStore:
         self._native: _native.RowStore | None = None
         self._fds: list[int] = []
         self._closed = True
+        given: Any = source
+        if hasattr(given, "__next__"):  # it could be read once only
+            source = list(given)
         refuse_null_engine(require_engine(engine))
         self._engine = engine
         self._queue_depth = checked_number("queue_depth", queue_depth, 1, 4096) or _QUEUE_DEPTH
@@ -286,7 +292,10 @@ class RowStore:
         flat, shape = self._checked(native, ids)
         wanted = _checked_device(device)
         if out is not None:
-            self._bring(native, flat, self._checked_out(out, shape), 0)
+            self._checked_out(out, shape)
+            if flat.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+                flat = flat.clone()  # rows must not overwrite ids
+            self._bring(native, flat, out, 0)
             return out if wanted is None else out.to(wanted)
         flat, split = self._split(flat, wanted)
         rows = self._new_rows(flat.numel(), wanted)
@@ -355,7 +364,7 @@ class RowStore:
         Args:
             loader: Batches, such as a DataLoader's whose workers sample.
             ids: Returns the ids of the rows that a batch needs.
-            window: How many batches to know ahead, 1 or more.
+            window: How many batches to know ahead, 1 or more. More than 32 count as 32.
             device: Where the rows are to be.
 
         Raises:
@@ -479,6 +488,7 @@ class RowStore:
         self._native = None
         self._fds = []  # closed already
         self._under_way = {}
+        self._waiting = deque()  # the parent takes those
 
     # --- requests
 
@@ -490,7 +500,7 @@ class RowStore:
     def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
         """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
         pinned = device is not None and device.type == "cuda"
-        return torch.empty((count, *self.row_shape), dtype=self.dtype, pin_memory=pinned)
+        return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
 
     def _split(self, ids: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Split | None]:
         """Return the ids of the rows that are not on the device, and how their rows join those that are."""
@@ -510,7 +520,7 @@ class RowStore:
         rows = rows.view((*shape, *self.row_shape))
         return rows if device is None else rows.to(device, non_blocking=True)
 
-    def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> None:
         wanted = (*shape, *self.row_shape)
         if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or out.layout != torch.strided:
             raise ConfigError("out is a tensor on the CPU; device= brings rows elsewhere")
@@ -519,13 +529,15 @@ class RowStore:
                 f"out is a contiguous tensor of {self.dtype} and shape {wanted}, not one of {out.dtype} and shape "
                 f"{tuple(out.shape)}{'' if out.is_contiguous() else ' that is not contiguous'}"
             )
+        byte_view(out)  # refuses what has no memory of its own, or none with the values as they are
         if out.requires_grad and torch.is_grad_enabled():
             raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)  # who compares its version must see the change
-        return out
 
     def _start(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> _native.RowRequest:
+        if rows.untyped_storage().device.type == "meta":
+            raise ConfigError("a FakeTensorMode is active, and fake tensors have no memory for rows; leave it first")
         return native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
 
     def _bring(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
@@ -643,7 +655,7 @@ def _as_absolute(source: Source) -> Source:
     if isinstance(source, str | os.PathLike):
         return os.path.abspath(local_path(source, "source"))
     return [
-        (os.path.abspath(piece[0]), piece[1]) if isinstance(piece, tuple) else os.path.abspath(piece)
+        os.path.abspath(piece) if isinstance(piece, str | os.PathLike) else (os.path.abspath(piece[0]), piece[1])
         for piece in source
     ]
 

@@ -215,7 +215,7 @@ class RowWriter:
         engine: str = "auto",
     ) -> None:
         require_bools(resume=resume, overwrite=overwrite)
-        self.path = local_path(path)
+        self.path = os.path.abspath(local_path(path))
         self.row_shape, self._row_bytes = row_layout(row_shape, dtype)
         self.dtype = dtype
         self._resume = resume
@@ -228,6 +228,7 @@ class RowWriter:
         self._file: PageWriter | None = None
         self._stream: _Stream | None = None
         self._records: list[Progress | None] = [None, None]
+        self._failed = False  # an append has failed, perhaps in the middle of a row
         if self._suffix not in (".npy", ".safetensors"):
             raise ConfigError(f"{self.path}: a table is written as .npy or .safetensors; give it one of these suffixes")
         self._header(_ROW_COUNT_MAX // self._row_bytes)
@@ -247,27 +248,54 @@ class RowWriter:
         Args:
             rows: A tensor on the CPU, or an array of numpy, of shape [n, *row_shape] and the table's dtype.
 
+        After an error of the disk, or an interrupt, nothing can be appended, and nothing is published.
+
         Raises:
-            ConfigError: Rows of another shape, dtype or device, or the `with` block is not entered.
+            ConfigError: Rows of another shape, dtype or device, or the `with` block is not entered; or an earlier call
+                has failed.
             NoSpaceError: The file system is full.
             StorageError: The kernel reports an error, perhaps of rows before.
         """
         stream = self._entered()
-        for part in self._checked(rows).split(PROGRESS_BYTES):
-            stream.append(part)
-            newest = progress.newest_of(self._records)
-            if self._resume and stream.written_bytes - (newest.done_bytes if newest else 0) >= PROGRESS_BYTES:
-                stream.wait()
-                self._note_progress()
+        self._refuse_failed()
+        parts = self._checked(rows).split(PROGRESS_BYTES)
+        try:
+            for part in parts:
+                stream.append(part)
+                newest = progress.newest_of(self._records)
+                if self._resume and stream.written_bytes - (newest.done_bytes if newest else 0) >= PROGRESS_BYTES:
+                    stream.wait()
+                    self._note_progress()
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _refuse_failed(self) -> None:
+        if self._failed:
+            raise ConfigError(
+                f"{self.path}: rows could not be appended before, so the table is not whole; leave the `with` block by "
+                "the error, and write again (with resume=True, behind the rows that are there)"
+            )
 
     def keep_positions(self, position_of_row: torch.Tensor) -> None:
         """Say where in this table the row of each id lies: readers then take ids, and not positions.
 
-        A packed table cannot replace another one, since table and sidecar would have to be replaced in one step.
+        A packed table cannot replace another one, since table and sidecar would have to be replaced in one step. A
+        writer that resumes must be given the positions again.
 
         Args:
-            position_of_row: int32 or int64, [row count], each position once.
+            position_of_row: int32 or int64 on the CPU, [row count], each position once.
+
+        Raises:
+            ConfigError: It is no such tensor. If a position is missing, leaving the `with` block raises it.
         """
+        if (
+            not isinstance(position_of_row, torch.Tensor)
+            or position_of_row.dtype not in (torch.int32, torch.int64)
+            or position_of_row.dim() != 1
+            or not position_of_row.is_cpu
+        ):
+            raise ConfigError(f"positions of {self.path} are int32 or int64 in a tensor of one dimension on the CPU")
         self._positions = position_of_row
         self._refuse_existing()
 
@@ -309,6 +337,8 @@ class RowWriter:
             try:
                 self._finish()
             except BaseException as failure:
+                if self._resume and self._failed:
+                    self._note_last_progress()
                 self._end(keep=self._resume)
                 tell_free(failure)
                 raise
@@ -331,7 +361,7 @@ class RowWriter:
         record = record or Progress(self._spec, 0, 0)
         crcs = self._proven_crcs(pending, record)
         start_bytes = record.done_bytes // _BUFFER_BYTES * _BUFFER_BYTES
-        head = torch.empty(record.done_bytes - start_bytes, dtype=torch.uint8)
+        head = torch.empty(record.done_bytes - start_bytes, dtype=torch.uint8, device="cpu")
         if head.numel():
             extents = Extents()
             extents.add_storage(_HEADER_BYTES + start_bytes, head.untyped_storage(), with_crc=False)
@@ -449,10 +479,11 @@ class RowWriter:
     def _finish(self) -> None:
         """Do steps 4 to 7."""
         stream, pending = self._entered(), self._opened_pending()
+        self._refuse_failed()
         stream.flush()
         row_count = self.row_count
-        if self._positions is not None and self._positions.shape != (row_count,):
-            raise ConfigError(f"{self.path} has {row_count} rows, and positions of {list(self._positions.shape)}")
+        if self._positions is not None:
+            _require_permutation(self._positions, row_count, self.path)
         header = self._header(row_count)
         self._refuse_existing()  # it may have appeared meanwhile
         self._write_page(header)
@@ -486,6 +517,16 @@ class RowWriter:
             self._pending.leave() if keep else self._pending.abort()
 
 
+def _require_permutation(positions: torch.Tensor, row_count: int, path: str) -> None:
+    if positions.shape != (row_count,):
+        raise ConfigError(f"{path} has {row_count} rows, and positions of {list(positions.shape)}")
+    found = torch.zeros(row_count, dtype=torch.bool, device="cpu")
+    if row_count and 0 <= int(positions.min()) and int(positions.max()) < row_count:
+        found[positions.long()] = True
+    if not bool(found.all()):
+        raise ConfigError(f"positions of {path} must be 0 to {row_count - 1}, each once")
+
+
 def _records_of(pending: PendingFile) -> list[Progress | None]:
     """Read the records of an unfinished file, those whose rows are there."""
     size_bytes = filesystem().status(pending.fd, pending.path).st_size
@@ -507,10 +548,13 @@ def _tensor_of_array(array: Any) -> torch.Tensor:
         raise ConfigError(f"the elements have {item_bytes} bytes and no type that numpy knows; pass a tensor")
     if interface.get("strides") is not None:  # they do not lie in order
         return torch.from_numpy(array.copy())
-    address, shape = interface["data"][0], interface["shape"]
+    place, shape = interface.get("data"), interface["shape"]
+    if not isinstance(place, tuple):
+        raise ConfigError(f"the bytes of a {type(array).__name__} have no address; pass numpy.asarray of it")
+    address = place[0]
     size_bytes = math.prod(shape) * item_bytes
     if not size_bytes:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     return host_tensor(address, size_bytes).view(getattr(torch, dtype)).view(shape)
 
 

@@ -224,15 +224,19 @@ class DirectorySave:
         hidden_in = None if pending_in is None else local_path(pending_in, "pending_in")
         with hint_at_make_parents(final_path):
             self._directory = PendingDirectory.create(final_path, overwrite=overwrite, pending_in=hidden_in)
-        self._process = os.getpid()
-        self._closed = False
-        self._stats = _stats or SaveStats(path=self._directory.final_path)
-        self._pending = PendingSave(self._directory.final_path, self._stats, returns=_stats is not None)
         abort = self._directory.abort  # without a reference to this object: it may be forgotten
-        self._files = DirectoryFiles(self._directory, self._stats)
-        self._strategy.begin(self._files, self._pending, self._stats, overwrite=overwrite)
-        self._pending.when_failed(lambda _: abort())
-        self._pending.when_failed(self._strategy.fail)  # done first
+        try:
+            self._process = os.getpid()
+            self._stats = _stats or SaveStats(path=self._directory.final_path)
+            self._pending = PendingSave(self._directory.final_path, self._stats, returns=_stats is not None)
+            self._files = DirectoryFiles(self._directory, self._stats)
+            self._strategy.begin(self._files, self._pending, self._stats, overwrite=overwrite)
+            self._pending.when_failed(lambda _: abort())
+            self._pending.when_failed(self._strategy.fail)  # done first
+            self._closed = False
+        except BaseException:  # such as Ctrl-C
+            abort()
+            raise
 
     @property
     def path(self) -> str:

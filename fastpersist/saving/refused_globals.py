@@ -16,7 +16,7 @@ from fastpersist.errors import FastPersistError
 from fastpersist.formats.pickle_scan import scan_pickle
 from fastpersist.saving.containers import Container, TorchZipContainer
 from fastpersist.saving.skeleton import pickle_skeleton, reduced_types
-from fastpersist.transfer.torch_boundary import not_allowed_globals
+from fastpersist.transfer.torch_boundary import not_allowed_globals, python3_name
 
 __all__ = ["warn_caller", "warn_of_file", "warn_of_globals"]
 
@@ -55,8 +55,10 @@ def warn_of_globals(state: object) -> None:
         advice = f"; no list of safe globals lets {', '.join(never)} through, whose items are added one by one. Save "
         advice += "plain values, lists and dicts instead, or load with weights_only=False what you trust"
     else:
-        advice = f". Save plain values instead, or before loading: import {', '.join(modules)}; "
-        advice += f"torch.serialization.add_safe_globals([{', '.join(needed)}])"
+        imports = f"import {', '.join(modules)}; " if modules else ""
+        allowed = ", ".join(name.removeprefix("builtins.") for name in needed)
+        advice = f". Save plain values instead, or before loading: {imports}"
+        advice += f"torch.serialization.add_safe_globals([{allowed}])"
     warn_caller(f"torch.load, fp.load and Checkpointer.load refuse this with weights_only=True: {told}{advice}")
 
 
@@ -93,7 +95,7 @@ def _needed(obj: object) -> dict[str, bool]:
     except FastPersistError as error:  # a pickle beyond what our scanner follows; torch.load may still read it
         _log.debug("its globals are not known: %s", error)
         return {}
-    needed = dict.fromkeys(refused, True)
+    needed = dict.fromkeys(map(python3_name, refused), True)
     if refused:
         for kind, reduced in reduced_types(obj).items():
             name = f"{kind.__module__}.{kind.__qualname__}"

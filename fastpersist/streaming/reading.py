@@ -77,7 +77,7 @@ class SparseMemory:
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._mapping: mmap.mmap | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return the memory of blocks of these sizes, one after the other."""
@@ -295,7 +295,7 @@ def read_rows(source: WeightSource, weight: Weight, ids: torch.Tensor) -> tuple[
         if wanted and not 0 <= wanted[0] <= wanted[-1] < weight.shape[0]:
             outside = wanted[0] if wanted[0] < 0 else wanted[-1]
             raise IndexError(f"{weight.name} has {weight.shape[0]} rows; the id {outside} is outside of them")
-        rows = torch.empty((len(wanted), *weight.shape[1:]), dtype=weight.file_dtype)
+        rows = torch.empty((len(wanted), *weight.shape[1:]), dtype=weight.file_dtype, device="cpu")
         if rows.numel():
             flat = byte_view(rows).view(len(wanted), row_bytes)
             items = [(flat[at], place.offset_bytes + row * row_bytes) for at, row in enumerate(wanted)]

@@ -25,7 +25,7 @@ _STAGING_BYTES = 64 << 20
 
 def page_tensor(size_bytes: int) -> torch.Tensor:
     """Make an uninitialised uint8 tensor of host memory that begins on a page."""
-    memory = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8)
+    memory = torch.empty(size_bytes + BLOCK_BYTES, dtype=torch.uint8, device="cpu")
     start_bytes = -memory.data_ptr() % BLOCK_BYTES
     return memory[start_bytes : start_bytes + size_bytes]
 

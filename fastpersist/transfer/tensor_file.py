@@ -306,7 +306,7 @@ class TensorFile:
                 torch.autograd.graph.increment_version([one for one in found.tensors if not one.is_inference()])
                 tensors.extend(found.tensors)
                 for tensor, offset_bytes in found.elsewhere:
-                    host = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    host = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
                     copies.append((tensor, host))
                     found.in_host_memory.append((host.data_ptr(), host.nbytes, offset_bytes))
                 yield found.in_host_memory

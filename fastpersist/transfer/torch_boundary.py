@@ -30,6 +30,7 @@ __all__ = [
     "no_tag",
     "not_allowed_globals",
     "plain_load",
+    "python3_name",
     "sample_tensors",
     "stock_load",
     "stock_save",
@@ -89,11 +90,11 @@ def not_allowed_globals(global_names: tuple[str, ...]) -> list[str]:
     return [
         name
         for name in global_names
-        if name not in allowed and "Storage" not in name and _python3_name(name) not in allowed
+        if name not in allowed and "Storage" not in name and python3_name(name) not in allowed
     ]
 
 
-def _python3_name(name: str) -> str:
+def python3_name(name: str) -> str:
     """Translate the Python 2 spelling that protocol 2 uses, such as __builtin__.set."""
     module, _, attribute = name.rpartition(".")
     module, attribute = _compat_pickle.NAME_MAPPING.get(

@@ -235,8 +235,11 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
 def _ids(index: Any, row_count: int) -> torch.Tensor:
     """Return an index of PyG as ids of rows."""
     if index is None or isinstance(index, slice):
-        return torch.arange(*(index or slice(None)).indices(row_count))
-    ids = torch.as_tensor(index)
+        places = range(row_count)[index or slice(None)]
+        if not places:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.arange(places.start, places.stop, places.step, device="cpu")
+    ids = index if isinstance(index, torch.Tensor) else torch.as_tensor(index, device="cpu")
     if ids.dtype != torch.bool:
         return ids
     if ids.shape != (row_count,):

@@ -122,6 +122,7 @@ INDICES = {
     "slice": slice(3, 50, 2),
     "whole slice": slice(None),
     "tail": slice(-4, None),
+    "nothing": slice(3, 1),
     "ids": torch.tensor([5, 299, 5, 0]),
     "int32": torch.tensor([7, 1], dtype=torch.int32),
     "no ids": torch.tensor([], dtype=torch.int64),

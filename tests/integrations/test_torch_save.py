@@ -473,6 +473,13 @@ def test_our_file_holds_what_torchs_own_does(name: str, monkeypatch: pytest.Monk
         assert_same(contents(file), contents(stock_file))
 
 
+@theirs
+def into_a_directory_that_is_called_tilde() -> None:
+    os.mkdir("~")
+    torch.save(weight(), "~/x.pt")
+    assert_same(torch.load("~/x.pt"), weight())
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_is_passed_on_ends_as_torch_ends_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stock, stock_files = made_files(THEIRS[name], "stock", monkeypatch)

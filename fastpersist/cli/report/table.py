@@ -147,4 +147,4 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio * 100:.2g} %"
+    return "" if ratio is None else f"{ratio * 100:{'.2g' if ratio < 0.995 else '.0f'}} %"

@@ -205,3 +205,18 @@ def test_a_state_that_cannot_be_pickled_is_told_as_a_failure(tmp_path: Path, hea
         checkpoints.save(1, {"key": lambda: 1})
     assert kinds(heard, 1) == ["save_begun", "failed"]
     assert "pickle" in str(heard[-1].figures["error"])
+
+
+def test_a_root_behind_a_link_has_its_events(tmp_path: Path, heard: list[Event]) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    root = tmp_path / "scratch" / "run"
+    with fp.Checkpointer(root, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of()).result()
+        checkpoints.load()
+    flush()
+    logged = list(read_events(root))
+    assert {event.kind for event in logged} >= {"committed", "removed", "loaded"}
+    assert {event.root for event in heard} == {str(root)}
+    assert {os.path.dirname(event.path) for event in [*heard, *logged]} == {str(root)}

@@ -13,6 +13,7 @@ from support.sandbox import become_ordinary_user, open_directory
 from support.training import PATIENCE_S
 
 import fastpersist as fp
+from fastpersist.errors import FastPersistError
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
@@ -126,3 +127,14 @@ def test_forked_child_cannot_save_and_leaves_its_parent_alone(tmp_path: Path) ->
         fp.Checkpointer(tmp_path).save(4, STATE)
     checkpointer.close()
     assert checkpointer.steps() == [1, 2]
+
+
+def test_a_child_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path / "root") as checkpoints:
+        checkpoints.save(1, {"x": torch.ones(3_000_000)})
+
+        def work(_: Report) -> None:
+            with pytest.raises(FastPersistError, match="process"):
+                checkpoints.wait()
+
+        run_in_child(work)

@@ -84,3 +84,9 @@ def test_an_error_of_a_request_gives_up_the_others() -> None:
 def test_a_window_is_a_number_of_batches(window: Any) -> None:
     with pytest.raises(ConfigError, match="window is"):
         loop([], window)
+
+
+def test_no_more_batches_are_known_ahead_than_the_cache_can_use() -> None:
+    pairs, log = loop(range(100), 50)
+    next(pairs)
+    assert len([line for line in log if line.startswith("ask")]) == 33

@@ -131,3 +131,9 @@ def test_no_ids_need_no_check() -> None:
     checked_ids([1, 2], find, 3, "t")
     checked_ids([], find, 3, "t")
     assert calls == [2]
+
+
+def test_arrays_may_lie_backwards_or_have_the_other_byte_order() -> None:
+    assert checked(np.arange(5)[::-1]) == ([4, 3, 2, 1, 0], (5,))
+    assert checked(np.array([[3, 99]], ">i8")) == ([3, 99], (1, 2))
+    assert checked(np.arange(12, dtype=">u2").reshape(3, 4)[:, ::2]) == ([0, 2, 4, 6, 8, 10], (3, 2))

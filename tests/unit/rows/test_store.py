@@ -5,6 +5,7 @@ that do not fit are refused before anything is read.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from safetensors.torch import save_file
 from support import leaks
 from support.row_tables import make_rows
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpersist import _native
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, RowIndexError, UnsupportedError
 from fastpersist.rows.store import RowStore
-from fastpersist.rows.writer import write_rows
+from fastpersist.rows.writer import RowWriter, write_rows
 
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
@@ -374,3 +376,58 @@ def test_the_working_directory_may_change(path: Path, rows: torch.Tensor, monkey
     call: Callable[..., Any] = store.__reduce__()[0]
     with store, call(*store.__reduce__()[1]) as again:
         assert torch.equal(again.gather([1, 2]), rows[[1, 2]])
+
+
+# ------------------------------------------------------------------------------------- memory that is not as it looks
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_out_may_share_memory_with_the_ids(tmp_path: Path, is_packed: bool) -> None:
+    table, path = torch.arange(20_000, dtype=torch.int64).view(5000, 4) * 1000, tmp_path / "table.npy"
+    with RowWriter(path, (4,), torch.int64) as writer:
+        writer.append(table)
+        if is_packed:
+            writer.keep_positions(torch.arange(5000))
+    shared = torch.zeros(16_000, dtype=torch.int64)
+    ids = shared[:4000]
+    with RowStore(path) as store:
+        store.keep(range(5000))
+        ids.copy_(torch.arange(4000))
+        assert torch.equal(store.gather(ids, out=shared.view(4000, 4)), table[:4000])
+
+
+def test_out_has_the_values_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    write_rows(path, torch.randn(10, 3, dtype=torch.complex64))
+    with RowStore(path) as store:
+        for out in (torch.empty(2, 3, dtype=torch.complex64).conj(), torch.empty(2, 3, dtype=torch.complex64).imag):
+            with pytest.raises(ConfigError):
+                store.gather([1, 2], out=out)
+
+
+def test_fake_tensors_have_no_memory_for_rows(path: Path) -> None:
+    with RowStore(path) as store:
+        with FakeTensorMode():
+            fake_ids, fake_out = torch.arange(2), torch.empty(1, *store.row_shape, dtype=store.dtype)
+            with pytest.raises(ConfigError):
+                store.gather([1])
+        with pytest.raises(ConfigError):
+            store.gather(fake_ids)
+        with pytest.raises(ConfigError):
+            store.gather([1], out=fake_out)
+
+
+def test_pieces_may_come_as_lists_or_from_a_generator(path: Path, rows: torch.Tensor) -> None:
+    pieces: Any = [path, [str(path), "rows"]]
+    with pytest.raises(ConfigError, match="tensor"):  # a .npy has no names
+        RowStore(pieces)
+    with RowStore(one for one in [path, path]) as store:
+        again = pickle.loads(pickle.dumps(store))
+        assert torch.equal(again.gather([COUNT + 3]), rows[3:4])
+        again.close()
+
+
+def test_an_engine_is_a_name(path: Path) -> None:
+    engine: Any = None
+    with pytest.raises(ConfigError, match="engine"):
+        RowStore(path, engine=engine)

@@ -437,3 +437,15 @@ def test_many_threads_share_a_store(path: Path, rows: torch.Tensor) -> None:
         assert not any(thread.is_alive() for thread in threads)
         assert not failures
         assert not store._under_way
+
+
+def test_a_ticket_behind_dropped_ones_is_started_when_somebody_looks(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path, ahead_bytes=0) as store:
+        tickets = [store.prefetch([number]) for number in range(4)]
+        del tickets[:3]
+        gc.collect()
+        deadline_s = time.monotonic() + 60
+        while not tickets[0].done():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        assert torch.equal(tickets[0].result(), rows[3:4])

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from support.row_tables import hidden_files, make_rows, read_rows
 from support.specimens import DTYPES
 
 import fastpersist as fp
-from fastpersist.errors import ChecksumError, ConfigError, StorageError
+from fastpersist.errors import ChecksumError, ConfigError, NoSpaceError, StorageError
 from fastpersist.formats import npy, safetensors
 from fastpersist.rows import writer as writer_module
 from fastpersist.rows.opening import open_rows
@@ -441,3 +442,87 @@ def test_a_failed_write_fails_the_table_and_keeps_what_is_durable(
         assert writer.row_count >= 2 * CHUNK_BYTES // ROW_BYTES
         writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
     expect_table(path, 20_000)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_append_that_failed_in_the_middle_of_a_row_is_the_last_one(
+    tmp_path: Path, resume: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.npy"
+    append = writer_module._Stream.append
+
+    def half(stream: Any, data: torch.Tensor) -> None:
+        append(stream, data[: data.numel() // 2 + 3])
+        raise NoSpaceError(28, "full", str(path))
+
+    with pytest.raises(ConfigError, match="could not be appended before"), int32_writer(path, resume=resume) as writer:
+        writer.append(make_rows(2_000, WIDTH))
+        with monkeypatch.context() as patched, pytest.raises(NoSpaceError):
+            patched.setattr(writer_module._Stream, "append", half)
+            writer.append(make_rows(5, WIDTH, 2_000))
+        with pytest.raises(ConfigError, match="could not be appended before"):
+            writer.append(make_rows(5, WIDTH, 2_000))
+    assert not path.exists()
+    with int32_writer(path, resume=resume) as writer:
+        assert writer.row_count == (2_002 if resume else 0)
+        writer.append(make_rows(3_000 - writer.row_count, WIDTH, writer.row_count))
+    expect_table(path, 3_000)
+
+
+def test_rows_whose_bytes_have_no_address_are_refused(tmp_path: Path) -> None:
+    interface = {"typestr": "|u1", "shape": (2, 2), "data": b"\1\2\3\4", "version": 3}
+    with pytest.raises(ConfigError, match=r"pass numpy\.asarray"):
+        write_rows(tmp_path / "table.npy", SimpleNamespace(__array_interface__=interface))
+
+
+@pytest.mark.parametrize("name", ["__metadata__", 5])
+def test_names_that_no_tensor_can_have_are_refused(tmp_path: Path, name: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot have the name"):
+        write_rows(tmp_path / "table.safetensors", torch.ones(2, 3), tensor=name)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[0, 1, 2], torch.tensor([0.0, 1, 2]), torch.tensor([0, 1, 2], dtype=torch.int16), torch.tensor([[0, 1, 2]])],
+    ids=["list", "floats", "int16", "two dimensions"],
+)
+def test_positions_are_whole_numbers_in_one_dimension(tmp_path: Path, positions: Any) -> None:
+    with int32_writer(tmp_path / "table.npy") as writer:
+        writer.append(make_rows(3, WIDTH))
+        with pytest.raises(ConfigError, match="int32 or int64"):
+            writer.keep_positions(positions)
+
+
+@pytest.mark.parametrize("positions", [[0, 0, 0], [0, 1, 3], [-1, 0, 1], [0, 1], [0, 1, 2, 3]])
+def test_each_position_comes_once(tmp_path: Path, positions: list[int]) -> None:
+    path = tmp_path / "table.npy"
+    with pytest.raises(ConfigError, match="position"), int32_writer(path) as writer:
+        writer.append(make_rows(3, WIDTH))
+        writer.keep_positions(torch.tensor(positions))
+    assert not path.exists()
+    assert hidden_files(tmp_path) == []
+
+
+def test_a_table_goes_where_it_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "table.npy").write_bytes(b"another file")
+    monkeypatch.chdir(tmp_path)
+    with int32_writer(Path("table.npy")) as writer:
+        writer.append(make_rows(5, WIDTH))
+        monkeypatch.chdir(tmp_path / "other")
+    expect_table(tmp_path / "table.npy", 5)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_a_default_device_is_not_that_of_tables(tmp_path: Path, suffix: str) -> None:
+    rows, path, packed = make_rows(50, WIDTH), tmp_path / f"table{suffix}", tmp_path / f"packed{suffix}"
+    order = torch.arange(50)
+    with torch.device("meta"):
+        write_rows(path, rows)
+        assert verify_rows(path).ok
+        fp.pack_rows(path, packed, order=order)
+        for name in (path, packed):
+            with fp.RowStore(name) as store:
+                assert torch.equal(store.gather([3, 4]), rows[3:5])
+                assert torch.equal(store.prefetch([7]).result(), rows[7:8])
+                assert store.gather([]).shape == (0, WIDTH)

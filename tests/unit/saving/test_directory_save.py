@@ -354,3 +354,14 @@ def test_forked_child_cannot_end_what_its_parent_writes(tmp_path: Path) -> None:
 def test_parent_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises((fp.StorageError, fp.CheckpointNotFoundError), match="none"):
         fp.DirectorySave(tmp_path / "none" / "a")
+
+
+def test_an_interrupt_while_a_save_begins_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: object, **_keywords: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fastpersist.saving.directory_save.PendingSave", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fp.DirectorySave(tmp_path / "step")
+    assert list(tmp_path.iterdir()) == []

@@ -29,6 +29,7 @@ STATES: dict[str, Any] = {
     "number": {"loss": np.float64(0.5)},
     "arrays": {"rng": {"keys": np.arange(3, dtype=np.uint32), "position": np.int64(1)}, "kind": Kind.SMALL},
     "whole": [torch.ones(2), argparse.Namespace(a=1)],
+    "built in": {"kinds": frozenset([1]), "numbers": range(3)},
     "module": torch.nn.Linear(2, 2),
 }
 
@@ -39,10 +40,11 @@ def test_one_warning_names_all_that_loading_needs(kind: str, tmp_path: Path) -> 
         fp.save(STATES[kind], tmp_path / "state.pt")
     (warning,) = caught
     assert warning.filename == __file__
-    found = re.search(r"import (.*); torch\.serialization\.add_safe_globals\(\[(.*)\]\)", str(warning.message))
+    found = re.search(r"(?:import (\S.*); )?torch\.serialization\.add_safe_globals\(\[(.*)\]\)", str(warning.message))
     assert found is not None, str(warning.message)
-    names = found[2].split(", ")
-    assert set(found[1].split(", ")) == {name.rpartition(".")[0] for name in names} - {"builtins"}
+    names = [name if "." in name else f"builtins.{name}" for name in found[2].split(", ")]
+    imported = set(found[1].split(", ")) if found[1] else set()
+    assert imported == {name.rpartition(".")[0] for name in names} - {"builtins"}
     allowed = [getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     with torch.serialization.safe_globals(allowed):
         torch.load(tmp_path / "state.pt", weights_only=True)
