@@ -35,7 +35,7 @@ def checked_ids(
     """
     try:
         given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(_plain(ids), device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ids are whole numbers, as a tensor, an array, a list or one number: {error}") from None
     if given.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu"), given.shape
@@ -57,7 +57,7 @@ def _plain(ids: Any) -> Any:
     """Return ids that torch takes: an array of numpy may be read-only, lie backwards, or have the other byte order."""
     if not hasattr(ids, "__array_interface__"):
         return ids
-    return ids.astype(ids.dtype.newbyteorder("="), order="C")
+    return ids.astype(ids.dtype.newbyteorder("="), order="C", copy=not ids.flags.writeable)
 
 
 def _indices(flat_index: int, shape: torch.Size) -> list[int]:

@@ -137,3 +137,9 @@ def test_arrays_may_lie_backwards_or_have_the_other_byte_order() -> None:
     assert checked(np.arange(5)[::-1]) == ([4, 3, 2, 1, 0], (5,))
     assert checked(np.array([[3, 99]], ">i8")) == ([3, 99], (1, 2))
     assert checked(np.arange(12, dtype=">u2").reshape(3, 4)[:, ::2]) == ([0, 2, 4, 6, 8, 10], (3, 2))
+
+
+def test_an_array_that_torch_takes_is_not_copied() -> None:
+    ids = np.array([3, 99, 0])
+    flat, _ = checked_ids(ids, find_bad, ROW_COUNT, "table.npy")
+    assert flat.data_ptr() == ids.__array_interface__["data"][0]

@@ -151,3 +151,16 @@ def test_a_store_is_pickled_as_its_arguments(path: Path, tmp_path: Path, rows: t
             ids = torch.randint(len(store), (300,))
             assert torch.equal(again.gather(ids), rows[ids % COUNT])
             assert again.stats().cache_row_limit == pytest.approx(store.stats().cache_row_limit, rel=0.5)
+
+
+def test_a_child_reads_only_what_it_asks_for(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path, ahead_bytes=0) as store:
+        tickets = [store.prefetch([first]) for first in range(6)]
+
+        def work(_report: object) -> None:
+            assert torch.equal(store.prefetch([100]).result(), rows[[100]])
+            assert store.stats().row_count == 1
+
+        run_in_child(work)
+        for first, ticket in enumerate(tickets):
+            assert torch.equal(ticket.result(), rows[[first]])
