@@ -372,10 +372,11 @@ def _is_torch_zip(path: str) -> bool:
 def _path_of(f: object) -> str | None:
     """Return the path that torch would open; None for a file object, and for paths that torch must judge.
 
-    For torch a "~" is the name of a directory; our own functions would expand it.
+    For torch "~" is the name of a directory; our own functions would expand it.
     """
     path = os.fspath(f) if isinstance(f, str | os.PathLike) else None
-    return path if isinstance(path, str) and "\0" not in path and not path.startswith("~") else None
+    is_ours = isinstance(path, str) and "\0" not in path and os.path.expanduser(path) == path
+    return path if is_ours else None
 
 
 def _note(path: str, pending: PendingSave) -> None:

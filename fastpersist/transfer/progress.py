@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.arguments import require_bools
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -60,6 +62,7 @@ def showing_progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll 
     Yields:
         For a write: what is called with the bytes that are done so far; None if nothing is shown.
     """
+    require_bools(progress=wanted)
     if not wanted:
         yield None
         return

@@ -135,6 +135,7 @@ def publish(path: Path, **options: Any) -> None:
         (lambda run, path: fp.save_async(STATE, path, durable="no"), "durable"),
         (lambda run, path: fp.save(STATE, path, checksum="crc32"), "checksum"),
         (lambda run, path: fp.load(path, weights_only="no"), "weights_only"),
+        (lambda run, path: fp.save(STATE, path, progress="no"), "progress"),
         (lambda run, path: publish(path, durable=None), "durable"),
         (lambda run, path: publish(path, step=-1), "a step is an int"),
         (lambda run, path: fp.Checkpointer(path, sharded="yes"), "sharded"),

@@ -116,6 +116,13 @@ def test_a_new_name_is_a_text(tmp_path: Path) -> None:
         renamed("file", {"a": 1}, wrong)
 
 
+def test_a_text_is_no_way_to_rename(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(1)}, tmp_path / "file.pt")
+    prefix: Any = "model."
+    with pytest.raises(fp.ConfigError, match="a function of a name, or a dict of prefixes, not 'model"):
+        fp.load(tmp_path / "file.pt", rename=prefix)
+
+
 def test_what_has_no_names_is_refused(tmp_path: Path) -> None:
     fp.save([torch.ones(1)], tmp_path / "list.pt")
     with pytest.raises(fp.ConfigError, match="holds a list"):
