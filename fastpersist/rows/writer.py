@@ -245,10 +245,10 @@ class RowWriter:
     def append(self, rows: Any) -> None:
         """Write rows behind those before. They may be changed when this returns.
 
+        After an error of the disk, or an interrupt, nothing can be appended, and nothing is published.
+
         Args:
             rows: A tensor on the CPU, or an array of numpy, of shape [n, *row_shape] and the table's dtype.
-
-        After an error of the disk, or an interrupt, nothing can be appended, and nothing is published.
 
         Raises:
             ConfigError: Rows of another shape, dtype or device, or the `with` block is not entered; or an earlier call

@@ -234,7 +234,8 @@ class DirectorySave:
             self._pending.when_failed(lambda _: abort())
             self._pending.when_failed(self._strategy.fail)  # done first
             self._closed = False
-        except BaseException:  # such as Ctrl-C
+        except BaseException as error:  # such as Ctrl-C
+            self._strategy.fail(error)
             abort()
             raise
 

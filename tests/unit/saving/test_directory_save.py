@@ -23,6 +23,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.saving.capture import Kind
+from fastpersist.saving.directory_save import Alone
 from fastpersist.saving.ownership import Owners
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
@@ -364,4 +365,20 @@ def test_an_interrupt_while_a_save_begins_leaves_nothing(tmp_path: Path, monkeyp
         patched.setattr("fastpersist.saving.directory_save.PendingSave", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fp.DirectorySave(tmp_path / "step")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_are_told_of_an_error_while_a_save_begins(tmp_path: Path) -> None:
+    told: list[BaseException] = []
+
+    class Fails(Alone):
+        def begin(self, *_arguments: Any, **_keywords: Any) -> None:
+            raise KeyboardInterrupt
+
+        def fail(self, error: BaseException) -> None:
+            told.append(error)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fp.DirectorySave(tmp_path / "step", _strategy=Fails())
+    assert told == [caught.value]
     assert list(tmp_path.iterdir()) == []
