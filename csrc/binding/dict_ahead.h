@@ -36,22 +36,20 @@ class [[gnu::visibility("hidden")]] DictAhead {
   static constexpr size_t kInnerCount = 8;  // values of each dict among the values
   static constexpr size_t kLine = 64;
 
-  static void Read(const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); }
-
   void ReadSome() {
     std::array<PyObject*, kCount> keys, values;
     size_t count = 0;
     while (count < kCount && PyDict_Next(dict_, &position_, &keys[count], &values[count]) != 0) count++;
     left_ = count == 0 ? 0 : count - 1;
     for (size_t i = 0; i < count; i++) {
-      Read(keys[i]);
-      Read(values[i]);
+      TorchFunctions::Read(keys[i]);
+      TorchFunctions::Read(values[i]);
     }
     for (PyObject* const value : std::span(values).first(count)) {
       if (!PyDict_CheckExact(value) || PyDict_GET_SIZE(value) == 0) continue;
       const auto* const entries = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(value)->ma_keys);
-      Read(entries);
-      Read(entries + kLine);
+      TorchFunctions::Read(entries);
+      TorchFunctions::Read(entries + kLine);
     }
     std::array<PyObject*, kCount * kInnerCount> found;
     size_t found_count = 0;
@@ -65,7 +63,7 @@ class [[gnu::visibility("hidden")]] DictAhead {
         found_count++;
       }
     }
-    for (PyObject* const object : std::span(found).first(found_count)) Read(object);
+    for (PyObject* const object : std::span(found).first(found_count)) TorchFunctions::Read(object);
     size_t tensor_count = 0;
     for (size_t i = 0; i < found_count; i++) {
       PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(found[i]));

@@ -143,18 +143,17 @@ bool TorchFunctions::AgreesWithPython(const py::object& tensor, const py::object
 }
 
 void TorchFunctions::Touch(std::span<PyObject* const> tensors) const {
-  const auto read = [](const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); };
-  for (PyObject* const tensor : tensors) read(HandleOf(tensor));
+  for (PyObject* const tensor : tensors) Read(HandleOf(tensor));
   for (PyObject* const tensor : tensors) {
-    for (size_t line = 0; line < kTensorLines; line++) read(static_cast<const char*>(ImplOf(tensor)) + line * kLine);
+    for (size_t line = 0; line < kTensorLines; line++) Read(static_cast<const char*>(ImplOf(tensor)) + line * kLine);
   }
   for (PyObject* const tensor : tensors) {
     const auto* const storage = static_cast<const char*>(StorageOf(tensor));
-    for (size_t line = 0; storage != nullptr && line < kStorageLines; line++) read(storage + line * kLine);
+    for (size_t line = 0; storage != nullptr && line < kStorageLines; line++) Read(storage + line * kLine);
   }
   for (PyObject* const tensor : tensors) {
     const void* const counter = WordOfImpl(tensor, counter_offset_in_tensor_);
-    if (counter != nullptr) read(counter);
+    if (counter != nullptr) Read(counter);
   }
 }
 

@@ -82,6 +82,9 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
   // would have to look up the page.
   void Touch(std::span<PyObject* const> tensors) const;
 
+  // Reads a word of a cache line, for the same reason.
+  static void Read(const void* address) { static_cast<void>(*static_cast<const volatile char*>(address)); }
+
  private:
   using Handle = const void*;  // a C++ tensor by its address, which is what both kinds of functions take
 
