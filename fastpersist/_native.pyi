@@ -371,6 +371,20 @@ class RowRequest:
         """Raise the first failure, if any. The request must be done."""
     def cancel(self, why: str) -> None: ...
 
+class RowHold:
+    """Cached rows that a device copies from where they lie; it keeps their store from being closed."""
+
+    def find(self, ids: int, count: int, slots: int, others: int) -> int:
+        """Hold those of some ids that are cached, and return how many are not.
+
+        Args:
+            ids: Their address.
+            count: How many they are.
+            slots: Address of as many int32: for each id the place of its row in the cache; 2³¹ - 1: it has none.
+            others: Address of as many int64: the places of the ids that have none.
+        """
+    def end(self) -> None: ...
+
 class RowStore:
     """A table of rows; csrc/rows/store.h has the contract.
 
@@ -399,6 +413,10 @@ class RowStore:
     def unregister(self, ids: int, count: int, batch: int) -> None: ...
     def keep(self, ids: int, count: int) -> int:
         """Keep the cached ones of these rows; return for how many ids there is no cached row."""
+    def pin_cache(self, device: int) -> tuple[int, int]:
+        """Pin what the cache holds; return its address, and how many of its slots, from the first on, are pinned."""
+    def hold(self, batch: int, slot_count: int) -> RowHold:
+        """Begin to hold rows in the first slots of the cache for a request."""
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...
     @property

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -17,6 +18,7 @@
 #include "binding/gil.h"
 #include "binding/waiting.h"
 #include "core/fork.h"
+#include "device/pinning.h"
 #include "rows/store.h"
 
 namespace py = pybind11;
@@ -73,6 +75,42 @@ class PyRowRequest {
   const py::object owner_;
 };
 
+// Cached rows that a device copies from where they lie. It ends at the latest with this object, and keeps the store.
+class PyRowHold {
+ public:
+  PyRowHold(std::shared_ptr<RowStore> store, uint32_t batch, uint32_t slot_count)
+      : store_(std::move(store)), batch_(batch), slot_count_(slot_count), hold_(store_->BeginHold(batch)) {}
+  ~PyRowHold() { End(); }
+  PyRowHold(const PyRowHold&) = delete;
+  PyRowHold& operator=(const PyRowHold&) = delete;
+
+  size_t Find(uintptr_t ids, size_t count, uintptr_t slots, uintptr_t others) const {
+    const ReleasedGil released;
+    const std::vector<int64_t> found =
+        store_->Hold(hold_, IdsAt(ids, count), batch_, slot_count_, reinterpret_cast<int32_t*>(slots));
+    std::ranges::copy(found, reinterpret_cast<int64_t*>(others));
+    return found.size();
+  }
+  void End() {
+    std::shared_ptr<RowStore> held = std::move(store_);
+    if (held == nullptr) return;
+    if (generation_ != ForkGeneration()) {
+      LeaveAlone(std::move(held));
+      return;
+    }
+    const ReleasedGil released;
+    held->EndHold(hold_);
+    held.reset();  // the last user destroys the store, without the GIL
+  }
+
+ private:
+  const uint64_t generation_ = ForkGeneration();
+  std::shared_ptr<RowStore> store_;
+  const uint32_t batch_;
+  const uint32_t slot_count_;
+  const uint16_t hold_;
+};
+
 class PyRowStore {
  public:
   using Piece = std::tuple<int, std::string, uint64_t, uint64_t>;  // descriptor, path, offset, rows
@@ -123,6 +161,22 @@ class PyRowStore {
   }
   void Unregister(uintptr_t ids, size_t count, uint32_t batch) const {
     WithStore([&](RowStore& store) { store.Unregister(IdsAt(ids, count), batch); });
+  }
+
+  // Returns where the cache is, and how many of its slots are pinned: for the first device that asks, as torch takes
+  // pinned memory for memory of one device.
+  std::pair<uintptr_t, uint32_t> PinCache(int ordinal) {
+    if (pinned_for_.value_or(ordinal) != ordinal) return {0, 0};
+    pinned_for_ = ordinal;
+    const Pin pin = PinFor(DeviceOf(ordinal));
+    return WithStore([&](RowStore& store) {
+      return std::pair(reinterpret_cast<uintptr_t>(store.cache_bytes()), store.PinCache(pin));
+    });
+  }
+  std::unique_ptr<PyRowHold> Hold(uint32_t batch, uint32_t slot_count) const {
+    std::shared_ptr<RowStore> open = store();
+    const ReleasedGil released;
+    return std::make_unique<PyRowHold>(std::move(open), batch, slot_count);
   }
 
   py::dict stats() const {
@@ -181,6 +235,7 @@ class PyRowStore {
   const uint64_t generation_ = ForkGeneration();
   const py::object owner_;  // of the positions
   std::string path_;
+  std::optional<int> pinned_for_;  // guarded by the GIL, as store_ is
   std::shared_ptr<RowStore> store_;
 };
 
@@ -192,6 +247,10 @@ void BindRows(py::module_& m) {
       .def("wait", &PyRowRequest::Wait, py::arg("timeout_s") = py::none())
       .def("raise_failure", &PyRowRequest::RaiseFailure)
       .def("cancel", &PyRowRequest::Cancel, py::arg("why"));
+
+  py::class_<PyRowHold>(m, "RowHold")
+      .def("find", &PyRowHold::Find, py::arg("ids"), py::arg("count"), py::arg("slots"), py::arg("others"))
+      .def("end", &PyRowHold::End);
 
   py::class_<PyRowStore>(m, "RowStore")
       .def(py::init([](const std::vector<PyRowStore::Piece>& pieces, uint32_t row_bytes,
@@ -215,6 +274,8 @@ void BindRows(py::module_& m) {
       .def("register", &PyRowStore::Register, py::arg("ids"), py::arg("count"), py::arg("batch"))
       .def("unregister", &PyRowStore::Unregister, py::arg("ids"), py::arg("count"), py::arg("batch"))
       .def("keep", &PyRowStore::Keep, py::arg("ids"), py::arg("count"))
+      .def("pin_cache", &PyRowStore::PinCache, py::arg("device"))
+      .def("hold", &PyRowStore::Hold, py::arg("batch"), py::arg("slot_count"))
       .def("stats", &PyRowStore::stats)
       .def("close", &PyRowStore::Close)
       .def_property_readonly("engine", &PyRowStore::engine)

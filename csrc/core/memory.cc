@@ -103,7 +103,7 @@ void KeepMapped(const std::byte* memory) {
 
 void UnmapBuffers(std::byte* memory, size_t size_bytes) {
   for (const Unreleased* one = g_unreleased.load(); one != nullptr; one = one->next) {
-    if (one->memory == memory) return;
+    if (IsInside({memory, size_bytes}, one->memory)) return;
   }
   munmap(memory, size_bytes);
 }

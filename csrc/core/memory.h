@@ -43,8 +43,8 @@ inline bool IsInside(std::span<const std::byte> memory, const std::byte* address
   return std::less_equal<>()(memory.data(), address) && std::less<>()(address, memory.data() + memory.size());
 }
 
-// Make UnmapBuffers leave this memory mapped, because a device did not release it. If the kernel mapped the address
-// anew, the device would copy from and to the new memory.
+// Make UnmapBuffers leave all of the memory around this address mapped, because a device did not release it. If the
+// kernel mapped the address anew, the device would copy from and to the new memory.
 void KeepMapped(const std::byte* memory);
 
 // Pins memory for a device, so that it copies from and to it by itself, while the returned object lives. Never fails: a

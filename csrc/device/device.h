@@ -246,7 +246,7 @@ class Pinned {
  public:
   Pinned() = default;
   // Bind untouched pages to the device's NUMA node (advice), then register all for all devices. REQUIRES: memory of
-  // MapBuffers, from its start, or memory that is never unmapped; it outlives this.
+  // MapBuffers, or memory that is never unmapped, from a page's start; it outlives this.
   static Pinned Register(Device& device, std::span<std::byte> memory);
   Pinned(Pinned&& other) noexcept;
   Pinned& operator=(Pinned&& other) noexcept;

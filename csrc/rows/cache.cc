@@ -94,6 +94,21 @@ void RowCache::EndUse(uint32_t slot, uint32_t batch) const {
   if ((left & UseOf(batch)) != 0) uses.store(left & ~UseOf(batch), std::memory_order_relaxed);
 }
 
+uint16_t RowCache::BeginHold() {
+  holds_.push_back(++last_hold_);
+  return last_hold_;
+}
+
+void RowCache::Hold(uint32_t slot, uint16_t hold) const {
+  const std::atomic_ref<uint16_t> last(entries_[slot].hold);
+  uint16_t so_far = last.load(std::memory_order_relaxed);
+  while (!IsHeld(so_far) || SinceFirst(so_far) < SinceFirst(hold)) {  // an older hold does not replace a newer one
+    if (last.compare_exchange_weak(so_far, hold, std::memory_order_relaxed)) return;
+  }
+}
+
+void RowCache::EndHold(uint16_t hold) { std::erase(holds_, hold); }
+
 RowCache::Value RowCache::ValueOf(uint32_t uses, uint8_t count) const {
   const int batches_until = std::countr_zero(std::rotr(uses, static_cast<int>((read_batch_ + 1) % kWindow)));
   return {count == kKeptCount, uses == 0 ? 0 : static_cast<int>(kWindow) - batches_until, count};
@@ -118,19 +133,29 @@ void RowCache::Age() {
   for (uint16_t& cell : cells_) cell = static_cast<uint16_t>((cell & ~kCountMax) | ((cell & kCountMax) / 2));
 }
 
-// The worst of some slots that lie next to each other, so that their entries share cache lines.
+// The worst of some slots that lie next to each other, so that their entries share cache lines; kNoSlot: all are held.
 uint32_t RowCache::WorstOfSome() {
   auto slot = static_cast<uint32_t>(PlaceFor(HashOf(++draw_count_), slot_count_));  // the draws spread evenly
-  uint32_t worst = slot;
-  for (uint32_t i = 1; i < kCandidateCount; ++i) {
+  uint32_t worst = kNoSlot;
+  for (uint32_t i = 0; i < kCandidateCount; ++i) {
+    const bool is_worse = worst == kNoSlot || ValueOf(entries_[slot]) < ValueOf(entries_[worst]);
+    if (is_worse && !IsHeld(entries_[slot].hold)) worst = slot;
     slot = slot + 1 == slot_count_ ? 0 : slot + 1;
-    if (ValueOf(entries_[slot]) < ValueOf(entries_[worst])) worst = slot;
   }
   return worst;
 }
 
+// The first slot that neither is kept nor held; kNoSlot: there is none.
+uint32_t RowCache::FirstToEvict() {
+  const auto is_kept = [this](uint32_t slot) { return entries_[slot].count == kKeptCount; };
+  while (all_kept_until_ < slot_count_ && is_kept(all_kept_until_)) ++all_kept_until_;
+  uint32_t slot = all_kept_until_;
+  while (slot < slot_count_ && (is_kept(slot) || IsHeld(entries_[slot].hold))) ++slot;
+  return slot < slot_count_ ? slot : kNoSlot;
+}
+
 RowCache::Admission RowCache::Admit(uint64_t row, uint32_t uses, bool keep) {
-  if (slot_count_ == 0) return {};
+  if (slot_count_ == 0 || IsHeld(hold_of_clear_)) return {};
   Admission admission;
   const uint8_t count = keep ? kKeptCount : CountMiss(row);
   auto slot = static_cast<uint32_t>(entries_.size());
@@ -138,11 +163,8 @@ RowCache::Admission RowCache::Admit(uint64_t row, uint32_t uses, bool keep) {
     entries_.push_back({});
   } else {
     slot = WorstOfSome();
-    if (keep && entries_[slot].count == kKeptCount) {  // chance has met no other
-      while (all_kept_until_ < slot_count_ && entries_[all_kept_until_].count == kKeptCount) ++all_kept_until_;
-      if (all_kept_until_ == slot_count_) return {};
-      slot = all_kept_until_;
-    }
+    if (keep && (slot == kNoSlot || entries_[slot].count == kKeptCount)) slot = FirstToEvict();
+    if (slot == kNoSlot) return {};
     const Entry& worst = entries_[slot];
     if (ValueOf(uses, count) <= ValueOf(worst)) return {};
     admission.evicted_row = worst.row;
@@ -151,7 +173,7 @@ RowCache::Admission RowCache::Admit(uint64_t row, uint32_t uses, bool keep) {
     Erase(worst.row);
   }
   directory_[PlaceOf(row)] = slot;
-  entries_[slot] = {.row = row, .uses = uses, .count = count};
+  entries_[slot] = {.row = row, .uses = uses, .count = count, .hold = entries_[slot].hold};
   admission.slot = slab_ + (uint64_t{slot} * row_bytes_);
   return admission;
 }
@@ -160,6 +182,7 @@ void RowCache::Clear() {
   std::ranges::fill(directory_, kNoSlot);
   entries_.clear();
   all_kept_until_ = 0;
+  hold_of_clear_ = last_hold_;
 }
 
 }  // namespace fastpersist

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "core/status.h"
@@ -52,6 +53,8 @@ class RowCache {
   }
   uint32_t Find(uint64_t row) const;
   const std::byte* BytesOf(uint32_t slot) const { return slab_ + (uint64_t{slot} * row_bytes_); }
+  // The memory of all slots, of MapBuffers. Slots in use are the first ones.
+  std::span<std::byte> slab() const { return {slab_, slab_bytes_}; }
   // Threads may count at once; a lost count does not matter.
   void CountHit(uint32_t slot) const;
 
@@ -64,6 +67,12 @@ class RowCache {
   // Whether the use by a batch can be noted: 32 batches ahead can.
   bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && batch - read_batch_ <= kWindow; }
   void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }
+
+  // A hold keeps the bytes of slots as they are, for who reads them without the owner's lock: rows are evicted, if at
+  // all, from other slots. Any number of threads may hold slots at once.
+  uint16_t BeginHold();
+  void Hold(uint32_t slot, uint16_t hold) const;
+  void EndHold(uint16_t hold);
 
   struct Admission {
     std::byte* slot = nullptr;  // for the row's bytes; null: others are better
@@ -81,6 +90,7 @@ class RowCache {
     uint64_t row = 0;
     mutable uint32_t uses = 0;  // to come
     mutable uint8_t count = 0;  // of uses that were
+    mutable uint16_t hold = 0;  // the newest one
   };
   static constexpr uint8_t kKeptCount = 255;
   static constexpr uint32_t kLineBytes = 64;
@@ -102,6 +112,11 @@ class RowCache {
   Value ValueOf(uint32_t uses, uint8_t count) const;
   Value ValueOf(const Entry& entry) const { return ValueOf(entry.uses, entry.count); }
   uint32_t WorstOfSome();
+  uint32_t FirstToEvict();
+  // Whether the slots with this number are held. An entry knows its newest hold only, so it stays held until all
+  // earlier ones of the cache have ended, too.
+  bool IsHeld(uint16_t hold) const { return !holds_.empty() && SinceFirst(hold) <= SinceFirst(last_hold_); }
+  uint16_t SinceFirst(uint16_t hold) const { return static_cast<uint16_t>(hold - holds_.front()); }
   uint16_t& CellOf(uint64_t row);
   uint8_t CountMiss(uint64_t row);
   void Age();
@@ -118,6 +133,9 @@ class RowCache {
   uint32_t all_kept_until_ = 0;      // the slots before it are kept
   uint32_t read_batch_ = 0;
   uint64_t draw_count_ = 0;
+  std::vector<uint16_t> holds_;  // that have not ended, oldest first; numbers begin again after the last
+  uint16_t last_hold_ = 0;
+  uint16_t hold_of_clear_ = 0;  // the last one before Clear, which forgets entries and so which slots were held
 };
 
 }  // namespace fastpersist

@@ -47,7 +47,8 @@ class RowRequest {
   std::byte* RowAt(uint64_t index) const { return result_ + (index * row_bytes_); }
 
   const uint32_t batch;
-  bool is_registered() const { return batch != kNoBatch && batch != kKeep; }
+  static bool IsRegistered(uint32_t batch) { return batch != kNoBatch && batch != kKeep; }
+  bool is_registered() const { return IsRegistered(batch); }
   std::vector<RowWant> wants;   // sorted; rows that its own reads bring
   std::vector<RowRead> reads;   // of these; unchanged once the store has planned it
   std::vector<RowWant> shared;  // rows that reads of other requests bring

@@ -25,7 +25,9 @@ constexpr size_t kTouchedBytesMin = size_t{1} << 20;
 // From here on malloc maps memory anew for each result, whose pages the kernel has to find; smaller results come from
 // pages that were used before.
 constexpr size_t kOwnMappingBytesMin = size_t{32} << 20;
-constexpr size_t kBytesPerThread = size_t{1} << 20;  // of copies that are worth a thread
+constexpr size_t kBytesPerThread = size_t{1} << 20;     // of copies that are worth a thread
+constexpr size_t kIdsPerThread = size_t{1} << 14;       // of look-ups that are worth one
+constexpr uint64_t kPinnedAtOnce = uint64_t{64} << 20;  // each time takes system calls, and a place in a driver's table
 
 uint64_t FlightOf(uint32_t number, size_t read) { return (uint64_t{number} << 32) | read; }
 
@@ -214,34 +216,58 @@ void RowStore::TouchAhead(std::span<std::byte> result) {
   Populate(result.subspan(before_bytes, AlignDown(result.size() - before_bytes, page_bytes)));
 }
 
-// Copy the cached rows; returns the others. Many are shared out among threads.
-std::vector<RowWant> RowStore::CopyHits(std::span<const int64_t> ids, RowRequest& request) {
-  std::vector<RowWant> missing;
-  const size_t worth = ids.size() * table_.row_bytes() / kBytesPerThread;
-  const size_t thread_count = stats().cached_count == 0 ? 1 : std::min<size_t>(options_.copy_thread_count, worth);
+// Calls `share(ids, first, found)` for parts of the ids, each in a thread of its own, with the index of the part's
+// first id; returns what the calls have found, in the order of the parts.
+template <class Found, class Share>
+std::vector<Found> RowStore::InShares(std::span<const int64_t> ids, size_t thread_count, Share share) {
+  std::vector<std::vector<Found>> found(std::max<size_t>(thread_count, 1));
   if (thread_count <= 1) {
-    CopyHitsOf(ids, 0, request, missing);
-    return missing;
+    share(ids, 0, found.front());
+    return std::move(found.front());
   }
-  std::vector<std::vector<RowWant>> missing_of(thread_count);
   std::vector<pthread_t> threads(thread_count);
   std::vector<bool> started(thread_count);
-  const auto share = [&](size_t i) {
+  const auto run = [&](size_t i) {
     const size_t from = ids.size() * i / thread_count;
     const size_t until = ids.size() * (i + 1) / thread_count;
-    CopyHitsOf(ids.subspan(from, until - from), from, request, missing_of[i]);
+    share(ids.subspan(from, until - from), from, found[i]);
   };
   for (size_t i = 1; i < thread_count; ++i) {
-    started[i] = StartThread(threads[i], "fastpersist-row", [&share, i] { share(i); }) == 0;
+    started[i] = StartThread(threads[i], "fastpersist-row", [&run, i] { run(i); }) == 0;
   }
   for (size_t i = 0; i < thread_count; ++i) {
-    if (!started[i]) share(i);
+    if (!started[i]) run(i);
   }
   for (size_t i = 1; i < thread_count; ++i) {
     if (started[i]) pthread_join(threads[i], nullptr);
+    found[0].insert(found[0].end(), found[i].begin(), found[i].end());
   }
-  for (const std::vector<RowWant>& some : missing_of) missing.insert(missing.end(), some.begin(), some.end());
-  return missing;
+  return std::move(found[0]);
+}
+
+// Copy the cached rows; returns the others.
+std::vector<RowWant> RowStore::CopyHits(std::span<const int64_t> ids, RowRequest& request) {
+  const size_t worth = stats().cached_count == 0 ? 1 : ids.size() * table_.row_bytes() / kBytesPerThread;
+  return InShares<RowWant>(ids, std::min<size_t>(options_.copy_thread_count, worth),
+                           [&](std::span<const int64_t> some, size_t first, std::vector<RowWant>& missing) {
+                             CopyHitsOf(some, first, request, missing);
+                           });
+}
+
+// Calls `use` with the index, the position and the slot of each id. REQUIRES: lock_ is held.
+template <class Use>
+void RowStore::LookUp(std::span<const int64_t> ids, Use use) const {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (i + (2 * kAheadCount) < ids.size()) cache_->Prefetch(table_.PositionOf(ids[i + (2 * kAheadCount)]));
+    if (i + kAheadCount < ids.size()) cache_->PrefetchEntry(table_.PositionOf(ids[i + kAheadCount]));
+    const uint64_t position = table_.PositionOf(ids[i]);
+    use(i, position, cache_->Find(position));
+  }
+}
+
+void RowStore::CountHit(uint32_t slot, uint32_t batch) const {
+  cache_->CountHit(slot);
+  if (RowRequest::IsRegistered(batch)) cache_->EndUse(slot, batch);
 }
 
 // `first`: the index of the first of these ids in the request.
@@ -252,18 +278,14 @@ void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest
     const size_t until = std::min(ids.size(), from + kLockedCount);
     const std::shared_lock lock(lock_);
     std::array<uint32_t, kLockedCount> slots;
-    for (size_t i = from; i < until; ++i) {
-      if (i + (2 * kAheadCount) < until) cache_->Prefetch(table_.PositionOf(ids[i + (2 * kAheadCount)]));
-      if (i + kAheadCount < until) cache_->PrefetchEntry(table_.PositionOf(ids[i + kAheadCount]));
-      const uint64_t position = table_.PositionOf(ids[i]);
-      const uint32_t slot = slots[i - from] = cache_->Find(position);
+    LookUp(ids.subspan(from, until - from), [&](size_t i, uint64_t position, uint32_t slot) {
+      slots[i] = slot;
       if (slot == RowCache::kNoSlot) {
-        missing.push_back({position, first + i});
+        missing.push_back({position, first + from + i});
       } else {
-        cache_->CountHit(slot);
-        if (request.is_registered()) cache_->EndUse(slot, request.batch);
+        CountHit(slot, request.batch);
       }
-    }
+    });
     for (size_t i = from; i < until; ++i) {
       if (i + kAheadCount < until && slots[i + kAheadCount - from] != RowCache::kNoSlot) {
         cache_->PrefetchBytes(slots[i + kAheadCount - from]);
@@ -272,6 +294,60 @@ void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest
       if (slot != RowCache::kNoSlot) std::memcpy(request.RowAt(first + i), cache_->BytesOf(slot), row_bytes);
     }
   }
+}
+
+uint32_t RowStore::PinCache(const Pin& pin) {
+  const std::lock_guard pins_lock(pins_mutex_);
+  const std::span<std::byte> slab = cache_->slab();
+  const uint64_t used_bytes = stats().cached_count * table_.row_bytes();
+  const uint64_t until = used_bytes == slab.size() ? used_bytes : AlignDown(used_bytes, kHugePageBytes);
+  const bool is_worth_it = until >= pinned_bytes_ + kPinnedAtOnce || (until == slab.size() && until > pinned_bytes_);
+  if (is_worth_it && !is_pinning_refused_) {
+    std::shared_ptr<void> pinned = pin(slab.subspan(pinned_bytes_, until - pinned_bytes_));
+    is_pinning_refused_ = pinned == nullptr;
+    if (pinned != nullptr) {
+      pins_.push_back(std::move(pinned));
+      pinned_bytes_ = until;
+    }
+  }
+  return static_cast<uint32_t>(pinned_bytes_ / table_.row_bytes());
+}
+
+uint16_t RowStore::BeginHold(uint32_t batch) {
+  const std::lock_guard lock(lock_);
+  if (RowRequest::IsRegistered(batch)) cache_->SetReadBatch(batch);
+  return cache_->BeginHold();
+}
+
+std::vector<int64_t> RowStore::Hold(uint16_t hold, std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
+                                    int32_t* slots) {
+  const size_t thread_count = std::min<size_t>(options_.copy_thread_count, ids.size() / kIdsPerThread);
+  std::vector<int64_t> missing = InShares<int64_t>(
+      ids, thread_count, [&](std::span<const int64_t> some, size_t first, std::vector<int64_t>& missing_of) {
+        for (size_t from = 0; from < some.size(); from += kLockedCount) {
+          const std::shared_lock lock(lock_);
+          const auto locked = some.subspan(from, std::min(kLockedCount, some.size() - from));
+          LookUp(locked, [&](size_t i, uint64_t, uint32_t slot) {
+            const size_t place = first + from + i;
+            if (slot >= slot_count) {  // or kNoSlot
+              missing_of.push_back(static_cast<int64_t>(place));
+              slots[place] = kNotHeld;
+              return;
+            }
+            cache_->Hold(slot, hold);
+            CountHit(slot, batch);
+            slots[place] = static_cast<int32_t>(slot);
+          });
+        }
+      });
+  row_count_ += ids.size() - missing.size();
+  hit_count_ += ids.size() - missing.size();
+  return missing;
+}
+
+void RowStore::EndHold(uint16_t hold) {
+  const std::lock_guard lock(lock_);
+  cache_->EndHold(hold);
 }
 
 // Rows are cut into reads, but for those that came into the cache meanwhile, or that a read under way will bring.

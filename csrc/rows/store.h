@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "core/file.h"
+#include "core/memory.h"
 #include "core/status.h"
 #include "rows/cache.h"
 #include "rows/flat_map.h"
@@ -99,6 +100,19 @@ class RowStore {
   // the table has changed. REQUIRES: every id is one of the table.
   std::shared_ptr<RowRequest> Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch);
 
+  // Pin those slots of the cache that are in use and not pinned yet, if they are worth it. Returns how many slots, from
+  // the first on, are pinned. REQUIRES: `pin` is always the same.
+  uint32_t PinCache(const Pin& pin);
+  const std::byte* cache_bytes() const { return cache_->slab().data(); }
+  // Hold cached rows for a request with this batch, as of Start, which brings the others: no other rows come into their
+  // slots before EndHold. `slots` gets the slot of each id, or kNotHeld: only the first `slot_count` slots count.
+  // Returns the places of the ids that have none. REQUIRES: as Start.
+  static constexpr int32_t kNotHeld = INT32_MAX;
+  uint16_t BeginHold(uint32_t batch);
+  std::vector<int64_t> Hold(uint16_t hold, std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
+                            int32_t* slots);
+  void EndHold(uint16_t hold);
+
   RowStoreStats stats();
   // The engine in use, and why earlier ones were left.
   std::string engine_name();
@@ -122,6 +136,11 @@ class RowStore {
 
   bool FailIfChanged(RowRequest& request);
   static void TouchAhead(std::span<std::byte> result);
+  template <class Use>
+  void LookUp(std::span<const int64_t> ids, Use use) const;
+  void CountHit(uint32_t slot, uint32_t batch) const;
+  template <class Found, class Share>
+  static std::vector<Found> InShares(std::span<const int64_t> ids, size_t thread_count, Share share);
   std::vector<RowWant> CopyHits(std::span<const int64_t> ids, RowRequest& request);
   void CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest& request, std::vector<RowWant>& missing);
   void Plan(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> missing);
@@ -154,6 +173,11 @@ class RowStore {
 
   FairSharedMutex lock_;  // guards the members below; their rows are copied under the shared lock
   std::unique_ptr<RowCache> cache_;
+  std::mutex pins_mutex_;                    // guards the members below
+  std::vector<std::shared_ptr<void>> pins_;  // of the cache's memory; they end before it
+  uint64_t pinned_bytes_ = 0;                // from its start
+  bool is_pinning_refused_ = false;
+
   FlatMap<uint32_t> known_;                                             // the coming uses of rows that are not cached
   FlatMap<uint64_t> flights_;                                           // by cell: request number and read
   std::unordered_map<uint32_t, std::shared_ptr<RowRequest>> requests_;  // with unended reads

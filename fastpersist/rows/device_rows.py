@@ -1,16 +1,30 @@
-"""Rows in the memory of a CUDA device: kept there, so that requests read only the others; or on their way there."""
+"""Rows in the memory of a CUDA device: kept there, so that requests read only the others; or on their way there.
+
+Rows that the cache holds are gathered by the device itself, which reads the cache's pinned memory as fast as the bus
+allows. A gather on the host takes many threads, and a copy afterwards.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["DeviceRows", "SentRows", "Split", "kept_on_device", "rows_at", "send_rows"]
+from fastpersist import _native
+from fastpersist.transfer.cuda import tell_of_pinning, why_not_native
+
+__all__ = ["CachedRows", "DeviceRows", "SentRows", "Split", "cached_rows", "kept_on_device", "rows_at", "send_rows"]
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# Of shorter words, and of shorter rows, a device reads too few bytes at a time to be faster than the host.
+_WORD_BYTES_MIN = 4
+_ROW_BYTES_MIN = 512
+_GATHERED_AT_ONCE_BYTES = 64 << 20  # takes as much of the device's memory
+_HOST_POINTERS_ARE_USABLE = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 class DeviceRows(NamedTuple):
@@ -59,11 +73,30 @@ class Split(NamedTuple):
         device = self.rows.device
         with torch.cuda.device(device):
             joined = rows_at(self.rows, self.places.to(device, non_blocking=True).clamp_(min=0))
-            if self.other_ids.numel():
-                there = _as_words(other_rows.to(device, non_blocking=True))
-                _as_words(joined).index_copy_(0, self.other.to(device, non_blocking=True), there)
+            _fill(joined, self.other, other_rows)
             self.rows.record_stream(torch.cuda.current_stream())  # `keep` may free them before this is done
         return joined
+
+
+class CachedRows(NamedTuple):
+    """A request for rows, for which a device has gathered those that were cached.
+
+    Attributes:
+        rows: All rows of the request, on the device; the others are not there yet.
+        other: Which ids of the request have none; int64, in pinned memory.
+        other_ids: These ids.
+    """
+
+    rows: torch.Tensor
+    other: torch.Tensor
+    other_ids: torch.Tensor
+
+    def joined(self, other_rows: torch.Tensor) -> torch.Tensor:
+        """Return all rows of the request, those of `other_ids` from pinned memory, in the caller's current stream."""
+        with torch.cuda.device(self.rows.device):
+            _fill(self.rows, self.other, other_rows)
+            self.rows.record_stream(torch.cuda.current_stream())  # they were allocated for another one
+        return self.rows
 
 
 class SentRows(NamedTuple):
@@ -116,10 +149,95 @@ def kept_on_device(
     return DeviceRows(rows, place_of_row)
 
 
+def cached_rows(
+    native: _native.RowStore,
+    ids: torch.Tensor,
+    batch: int,
+    row_shape: Sequence[int],
+    dtype: torch.dtype,
+    stream: torch.cuda.Stream,
+) -> CachedRows | None:
+    """Let a device gather the cached rows of a request, and wait for it; None: the host has to.
+
+    Args:
+        native: The store.
+        ids: Of one dimension on the CPU.
+        batch: Of the request.
+        row_shape: Of the table.
+        dtype: Of the table.
+        stream: Of the device, for this alone.
+    """
+    row_bytes = math.prod(row_shape) * dtype.itemsize
+    ordinal = stream.device.index
+    if row_bytes < _ROW_BYTES_MIN or row_bytes % _WORD_BYTES_MIN or not _can_read_host_memory(ordinal):
+        return None
+    address, slot_count = native.pin_cache(ordinal)
+    if slot_count == 0:
+        tell_of_pinning()
+        return None
+    slots = torch.empty(ids.numel(), dtype=torch.int32, device="cpu", pin_memory=True)
+    other = torch.empty(ids.numel(), dtype=torch.int64, device="cpu", pin_memory=True)
+    if slots.untyped_storage().device.type == "meta":  # of a FakeTensorMode
+        return None
+    hold = native.hold(batch, slot_count)
+    try:
+        other = other[: hold.find(ids.data_ptr(), ids.numel(), slots.data_ptr(), other.data_ptr())]
+        found_count = ids.numel() - other.numel()
+        with torch.cuda.stream(stream):
+            rows = torch.empty((ids.numel(), *row_shape), dtype=dtype, device=stream.device)
+            # In the order of their addresses, as a device knows few pages of host memory at a time; the others last.
+            ordered, places = slots.to(stream.device, non_blocking=True).sort()
+            cache = _host_words(address, slot_count, row_bytes, stream.device)
+            at_once = max(1, _GATHERED_AT_ONCE_BYTES // row_bytes)
+            for some, targets in zip(ordered[:found_count].split(at_once), places.split(at_once), strict=False):
+                _as_words(rows).index_copy_(0, targets[: some.numel()], cache.index_select(0, some))
+    finally:
+        try:
+            stream.synchronize()
+        finally:
+            hold.end()
+    return CachedRows(rows, other, ids[other])
+
+
 def rows_at(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return rows by their indices, in a tensor of shape `indices.shape + row_shape`."""
     found = _as_words(rows).index_select(0, indices.reshape(-1)).view(rows.dtype)
     return found.view(*indices.shape, *rows.shape[1:])
+
+
+def _fill(rows: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
+    """Write rows to some places among others on a device, in its current stream."""
+    if places.numel():
+        there = _as_words(found.to(rows.device, non_blocking=True))
+        _as_words(rows).index_copy_(0, places.to(rows.device, non_blocking=True), there)
+
+
+class _HostRows:
+    """Rows in pinned memory of the host, as torch takes them for memory of a device."""
+
+    def __init__(self, address: int, row_count: int, row_bytes: int) -> None:
+        word_bytes = next(word.itemsize for word in _WORDS if row_bytes % word.itemsize == 0)
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (row_count, row_bytes // word_bytes),
+            "typestr": f"<i{word_bytes}",
+            "version": 2,
+        }
+
+
+def _host_words(address: int, row_count: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return pinned rows as words that a device reads where they lie."""
+    return torch.as_tensor(_HostRows(address, row_count, row_bytes), device=device)
+
+
+@functools.cache
+def _can_read_host_memory(ordinal: int) -> bool:
+    """Tell whether a device reads registered memory at the host's addresses."""
+    if why_not_native():
+        return False
+    usable = ctypes.c_int()
+    ask = getattr(ctypes.CDLL(None), "cudaDeviceGetAttribute", None)  # of the runtime that torch has loaded
+    return ask is not None and ask(ctypes.byref(usable), _HOST_POINTERS_ARE_USABLE, ordinal) == 0 and usable.value == 1
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:

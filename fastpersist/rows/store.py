@@ -25,7 +25,15 @@ from fastpersist.arguments import byte_count, local_path
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, FastPersistError, InternalError
 from fastpersist.rows.ahead import ahead
-from fastpersist.rows.device_rows import DeviceRows, SentRows, Split, kept_on_device, send_rows
+from fastpersist.rows.device_rows import (
+    CachedRows,
+    DeviceRows,
+    SentRows,
+    Split,
+    cached_rows,
+    kept_on_device,
+    send_rows,
+)
 from fastpersist.rows.ids import checked_ids
 from fastpersist.rows.opening import RowSource, Source, open_rows
 from fastpersist.transfer.arena import available_host_bytes
@@ -43,6 +51,7 @@ _AHEAD_BYTES = 256 << 20
 _UNDER_WAY_COUNT_MIN = 2  # one is taken, one is read
 _ROW_BYTES_MAX = 1 << 30
 _KEPT_AT_ONCE_BYTES = 64 << 20
+_BY_DEVICE_BYTES_MIN = 2 << 20  # fewer are gathered faster by the host: a device takes a while to begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class RowTicket:
         self._batch = batch
         self._device = device
         self._split = split
+        self._cached: CachedRows | None = None
         self._sent: SentRows | None = None
         self._rows: torch.Tensor | None = None
         self._request: _native.RowRequest | None = None
@@ -152,7 +162,8 @@ class RowStore:
         offset_bytes: Where the rows of a raw file begin.
         cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB"; "auto" is a quarter
             of the memory that is available, at most the table.
-        ahead_bytes: Memory for the results of requests made ahead that nobody has taken; two may always be under way.
+        ahead_bytes: Memory for the results of requests made ahead that nobody has taken, on the host or on the device
+            that they are for; two may always be under way.
         engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
         queue_depth: Reads in flight at once, 1 … 4096.
 
@@ -298,9 +309,9 @@ class RowStore:
             self._bring(native, flat, out, 0)
             return out if wanted is None else out.to(wanted)
         flat, split = self._split(flat, wanted)
-        rows = self._new_rows(flat.numel(), wanted)
-        self._bring(native, flat, rows, 0)
-        return self._shaped(rows, shape, wanted, split)
+        asked = self._ask(native, flat, wanted, 0)
+        self._await(asked.request)
+        return self._shaped(asked.rows, shape, wanted, asked.cached, split)
 
     def gather_unique(self, ids: Any, *, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row once, and where each id finds its own: `unique[inverse]` is `gather(ids)`.
@@ -513,8 +524,15 @@ class RowStore:
         return split.other_ids, split
 
     def _shaped(
-        self, rows: torch.Tensor, shape: torch.Size, device: torch.device | None, split: Split | None
+        self,
+        rows: torch.Tensor,
+        shape: torch.Size,
+        device: torch.device | None,
+        cached: CachedRows | None,
+        split: Split | None,
     ) -> torch.Tensor:
+        if cached is not None:
+            rows = cached.joined(rows)
         if split is not None:
             rows = split.joined(rows)
         rows = rows.view((*shape, *self.row_shape))
@@ -541,8 +559,26 @@ class RowStore:
         return native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
 
     def _bring(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
-        """Read rows and wait for them; nothing is written to them any more if the wait is interrupted."""
-        request = self._start(native, ids, rows, batch)
+        """Read rows and wait for them."""
+        self._await(self._start(native, ids, rows, batch))
+
+    def _ask(self, native: _native.RowStore, ids: torch.Tensor, device: torch.device | None, batch: int) -> _Asked:
+        """Begin to bring rows that are not kept on the device."""
+        cached = None
+        if device is not None and device.type == "cuda" and ids.numel() * self.row_bytes > _BY_DEVICE_BYTES_MIN:
+            with contextlib.suppress(torch.OutOfMemoryError):  # then the host gathers all
+                cached = cached_rows(native, ids, batch, self.row_shape, self.dtype, self._stream_of(device))
+        if cached is not None:
+            ids = cached.other_ids
+        rows = self._new_rows(ids.numel(), device)
+        return _Asked(cached, rows, self._start(native, ids, rows, batch))
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        """Return our stream of a device."""
+        return self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
+
+    def _await(self, request: _native.RowRequest) -> None:
+        """Wait for rows; nothing is written to their memory any more if the wait is interrupted."""
         try:
             request.wait()
         except BaseException:
@@ -571,8 +607,8 @@ class RowStore:
         """Start a request that was made ahead; the lock is held."""
         try:
             ticket._native = self._opened_alone()
-            ticket._rows = self._new_rows(ticket._ids.numel(), ticket._device)
-            ticket._request = self._start(ticket._native, ticket._ids, ticket._rows, ticket._batch)
+            asked = self._ask(ticket._native, ticket._ids, ticket._device, ticket._batch)
+            ticket._cached, ticket._rows, ticket._request = asked
             self._under_way[ticket._batch] = _UnderWay(self._bytes_of(ticket), weakref.ref(ticket))
             if ticket._error is not None:  # dropped meanwhile, by another thread
                 self._drop(ticket)
@@ -594,12 +630,15 @@ class RowStore:
         self._start_waiting()
         request.raise_failure()
         sent = ticket._sent
+        if sent is None and ticket._cached is not None:  # these rows are completed once
+            stream = torch.cuda.current_stream(ticket._device)
+            sent = ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
         taken = self._result(ticket, rows) if sent is None else sent.taken()
         self._send_next()
         return taken
 
     def _result(self, ticket: RowTicket, rows: torch.Tensor) -> torch.Tensor:
-        return self._shaped(rows, ticket._shape, ticket._device, ticket._split)
+        return self._shaped(rows, ticket._shape, ticket._device, ticket._cached, ticket._split)
 
     def _send_next(self) -> None:
         """Send the rows of the oldest ticket that nobody has taken to its device, if they are there, in our stream.
@@ -618,9 +657,7 @@ class RowStore:
                 ticket._request.raise_failure()
             except FastPersistError:  # who takes it is told
                 return
-            stream = self._streams.get(device)
-            if stream is None:
-                stream = self._streams[device] = torch.cuda.Stream(device)
+            stream = self._stream_of(device)
         with contextlib.suppress(RuntimeError):  # no memory there; who takes the rows is told
             ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
 
@@ -642,7 +679,13 @@ class RowStore:
         if ticket._request is None and native is not None:
             with contextlib.suppress(FastPersistError):  # it is being closed
                 native.unregister(ticket._ids.data_ptr(), ticket._ids.numel(), ticket._batch)
-        ticket._rows = ticket._request = ticket._sent = None  # which cancels it
+        ticket._rows = ticket._request = ticket._cached = ticket._sent = None  # which cancels it
+
+
+class _Asked(NamedTuple):
+    cached: CachedRows | None  # on the device
+    rows: torch.Tensor  # memory for the others
+    request: _native.RowRequest
 
 
 class _UnderWay(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from support.ranks_in_threads import eventually
 from support.row_tables import make_rows
 
 import fastpersist as fp
+from fastpersist import _native
 from fastpersist.errors import ConfigError, RowIndexError, StorageError
-from fastpersist.rows import store
+from fastpersist.rows import device_rows, store
 
 pytestmark = GPU
 
@@ -140,6 +143,140 @@ def test_the_next_rows_come_while_the_caller_computes(kept_count: int, path: Pat
     assert torch.equal(again.cpu(), rows[ids[1]])
 
 
+@pytest.fixture
+def by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few rows are asked for, the device gathers those that are cached."""
+    monkeypatch.setattr(store, "_BY_DEVICE_BYTES_MIN", 0)
+    monkeypatch.setattr(device_rows, "_ROW_BYTES_MIN", 1)
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+@pytest.mark.parametrize("cached_count", [1, COUNT // 2, COUNT])
+def test_the_device_gathers_cached_rows(cached_count: int, path: Path, rows: torch.Tensor) -> None:
+    with fp.RowStore(path, cache_bytes=cached_count * (rows[0].nbytes + 28)) as opened:
+        opened.keep(range(0, 2 * cached_count, 2) if 2 * cached_count <= COUNT else range(cached_count))
+        for ids in (some_ids(1), some_ids(3000), some_ids(600).view(20, 30), torch.empty(0, 3).long()):
+            before = opened.stats()
+            found = opened.gather(ids, device=DEVICE)
+            assert torch.equal(found.cpu(), rows[ids])
+            after = opened.stats()
+            assert after.row_count - before.row_count == ids.numel()
+            is_cached = ids % 2 == 0 if 2 * cached_count <= COUNT else ids < cached_count
+            if cached_count > 1:
+                assert after.hit_count - before.hit_count >= is_cached.sum()
+            ticket = opened.prefetch(ids, device=DEVICE)
+            assert torch.equal(ticket.result().cpu(), rows[ids])
+            assert torch.equal(ticket.result().cpu(), rows[ids])
+            unique, inverse = opened.gather_unique(ids, device=DEVICE)
+            assert torch.equal(unique[inverse].cpu(), rows[ids])
+        batches = [some_ids(count) for count in (500, 700, 3)]
+        for batch, found in opened.ahead(batches, ids=lambda batch: batch, device=DEVICE):
+            assert torch.equal(found.cpu(), rows[batch])
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+def test_cached_rows_do_not_pass_through_the_host(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    start = store.RowStore._start
+
+    def count(self: fp.RowStore, native: object, ids: torch.Tensor, *rest: object) -> object:
+        asked.append(ids.numel())
+        return start(self, native, ids, *rest)  # type: ignore[arg-type]
+
+    with fp.RowStore(path, cache_bytes=1 << 30) as opened:
+        opened.keep(range(COUNT))
+        opened.keep(range(100), device=DEVICE)
+        monkeypatch.setattr(store.RowStore, "_start", count)
+        assert torch.equal(opened.gather(range(COUNT), device=DEVICE).cpu(), rows)
+        assert asked == [0]
+        assert opened.stats().device_row_count == 100
+        assert torch.equal(opened.gather(range(COUNT)), rows)
+        assert asked == [0, COUNT], "for the CPU, the host gathers them"
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+@pytest.mark.parametrize("what", ["shape", "memory", "pins"])
+def test_the_host_gathers_what_the_device_cannot(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.arange(300, dtype=torch.uint8).view(100, 3) if what == "shape" else torch.arange(100)[:, None]
+    fp.write_rows(tmp_path / "table.npy", table)
+    if what == "memory":
+        monkeypatch.setattr(device_rows, "_host_words", refuse_memory)
+    if what == "pins":
+        monkeypatch.setattr(_native.RowStore, "pin_cache", lambda *_: (0, 0))
+    with fp.RowStore(tmp_path / "table.npy") as opened:
+        opened.keep(range(100))
+        for _ in range(2):
+            assert torch.equal(opened.gather(range(100), device=DEVICE).cpu(), table)
+
+
+def refuse_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_rows_come_to_two_devices(path: Path, rows: torch.Tensor) -> None:
+    with fp.RowStore(path, cache_bytes=1 << 30) as opened:
+        opened.keep(range(COUNT))
+        for device in ("cuda:1", "cuda:0", "cuda:1"):
+            found = opened.gather(range(COUNT), device=device)
+            assert found.device == torch.device(device)
+            assert torch.equal(found.cpu(), rows)
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+def test_many_cached_rows_are_gathered_piece_by_piece(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_rows, "_GATHERED_AT_ONCE_BYTES", rows[0].nbytes * 50)
+    with fp.RowStore(path, cache_bytes=COUNT // 2 * (rows[0].nbytes + 28)) as opened:
+        opened.keep(range(COUNT // 2))
+        for ids in (some_ids(3000), torch.arange(50), torch.arange(40, 91)):
+            assert torch.equal(opened.gather(ids, device=DEVICE).cpu(), rows[ids])
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+def test_rows_come_into_the_cache_while_the_device_gathers(path: Path, rows: torch.Tensor) -> None:
+    """None of them in the place of one that the device is to read."""
+    with fp.RowStore(path, cache_bytes=COUNT // 4 * (rows[0].nbytes + 28)) as opened:
+        opened.gather(range(COUNT // 4))
+        end = threading.Event()
+
+        def others() -> None:
+            seed = 0
+            while not end.is_set():
+                seed += 1
+                ids = torch.randint(COUNT, (500,), generator=torch.Generator().manual_seed(seed))
+                assert torch.equal(opened.gather(ids), rows[ids])
+
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(others) for _ in range(2)]
+            for count in range(100, 1100, 50):
+                ids = some_ids(count)
+                assert torch.equal(opened.gather(ids, device=DEVICE).cpu(), rows[ids])
+            end.set()
+            for one in running:
+                one.result()
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+def test_a_changed_table_is_noticed_though_all_rows_are_cached(path: Path) -> None:
+    with fp.RowStore(path) as opened:
+        opened.keep(range(10))
+        os.utime(path, (1, 1))
+        with pytest.raises(StorageError, match="has changed"):
+            opened.gather(range(10), device=DEVICE)
+
+
 @needs_cuda
 def test_a_failure_is_told_to_who_takes_the_rows_and_to_no_other(path: Path, rows: torch.Tensor) -> None:
     with fp.RowStore(path) as opened:
@@ -157,10 +294,7 @@ def test_a_failure_is_told_to_who_takes_the_rows_and_to_no_other(path: Path, row
 def test_a_device_without_room_for_the_next_rows_fails_no_others(
     path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(store, "send_rows", refuse)
+    monkeypatch.setattr(store, "send_rows", refuse_memory)
     with fp.RowStore(path) as opened:
         tickets = [opened.prefetch(range(1000), device=DEVICE) for _ in range(2)]
         eventually(lambda: all(ticket.done() for ticket in tickets))

@@ -187,6 +187,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "copied_to_device_bytes": (ctypes.c_uint64, []),
     "registration_count": (ctypes.c_uint64, []),
     "registered_bytes": (ctypes.c_uint64, []),
+    "is_registered": (ctypes.c_int, [ctypes.c_uint64, ctypes.c_size_t]),
     "stream_count": (ctypes.c_uint64, []),
     "event_count": (ctypes.c_uint64, []),
     "allocation_count": (ctypes.c_uint64, []),

@@ -116,6 +116,10 @@ EXPORT void double_free(uint64_t address) {
 
 EXPORT int double_read(uint64_t address, void* target, size_t size_bytes) {
   return Locked([&](Machine& machine) {
+    if (machine.IsRegistered(address, size_bytes)) {
+      std::memcpy(target, reinterpret_cast<const void*>(address), size_bytes);
+      return 0;
+    }
     const auto allocation = machine.FindAllocation(address, size_bytes);
     if (allocation == nullptr) {
       machine.Violate("double_read: " + std::to_string(size_bytes) + " bytes at " + Hex(address) +
@@ -346,6 +350,10 @@ EXPORT uint64_t double_copied_to_device_bytes() {
 
 EXPORT uint64_t double_registration_count() {
   return Locked([](const Machine& machine) { return uint64_t{machine.registrations.size()}; });
+}
+
+EXPORT int double_is_registered(uint64_t address, size_t size_bytes) {
+  return Locked([&](const Machine& machine) { return machine.IsRegistered(address, size_bytes) ? 1 : 0; });
 }
 
 EXPORT uint64_t double_registered_bytes() {

@@ -33,7 +33,8 @@ uint64_t double_alloc_on(int device, size_t size_bytes);
 // Poisons it (0xDD) for copies that are queued still, and counts those as violations. Does nothing for what a
 // double_reset has freed.
 void double_free(uint64_t address);
-// At once, without regard to streams. 0: done; 1: not inside an allocation, which is a violation.
+// At once, without regard to streams. 0: done; 1: not inside an allocation, which is a violation. Registered memory of
+// the host can be read, too, as by a kernel.
 int double_read(uint64_t address, void* target, size_t size_bytes);
 int double_write(uint64_t address, const void* source, size_t size_bytes);
 
@@ -46,8 +47,8 @@ void double_fail(const char* call, int nth, int error);
 // turn comes. Later calls, queries and synchronizations on the stream report it; a sticky one spoils the context.
 void double_fail_async(const char* copy, int nth, int error);
 void double_set_registration_limit(uint64_t bytes);  // above, cuMemHostRegister returns 2 (out of memory)
-// 0: a copy with host memory that is not registered returns before it is done, as CUDA allows it: where the device reads
-// such memory by itself (HMM, Grace) it is a copy like any other. 1, at first: it waits.
+// 0: a copy with host memory that is not registered returns before it is done, as CUDA allows it: where the device
+// reads such memory by itself (HMM, Grace) it is a copy like any other. 1, at first: it waits.
 void double_set_pageable_waits(int on);
 
 // --- time and order ---
@@ -73,8 +74,8 @@ void double_stream_synchronize(uint64_t stream);
 void double_synchronize();  // all streams
 // Let so many more copies start, in whichever stream, and hold the rest; -1: hold none.
 void double_hold_copies(int64_t allowed_count);
-// As long as it is on, streams have no threads: what they hold is done by double_step, one work a call, so that the order
-// is the test's. Durations are nothing then. To be set before anything is queued.
+// As long as it is on, streams have no threads: what they hold is done by double_step, one work a call, so that the
+// order is the test's. Durations are nothing then. To be set before anything is queued.
 void double_step_by_step(int on);
 // Do one of the works that may start now: the (choice modulo their count)th. 0: there is none.
 int double_step(uint64_t choice);
@@ -98,7 +99,8 @@ uint64_t double_copied_to_host_bytes();
 uint64_t double_copied_to_device_bytes();
 uint64_t double_registration_count();  // now
 uint64_t double_registered_bytes();
-uint64_t double_stream_count();  // live ones, default streams not counted
+int double_is_registered(uint64_t address, size_t size_bytes);  // all of it
+uint64_t double_stream_count();                                 // live ones, default streams not counted
 uint64_t double_event_count();
 uint64_t double_allocation_count();
 int double_context_depth();  // contexts on the calling thread's stack
@@ -114,6 +116,6 @@ int double_context_depth();  // contexts on the calling thread's stack
   X(step_by_step) X(step) X(stream_synchronize) X(synchronize) X(hold_copies) X(hold_registrations)                \
   X(wait_for_calls) X(wait_for_queued_copies) X(call_count) X(has_call) X(violation_count) X(violation)            \
   X(queued_copy_count) X(peak_queued_copy_count) X(pageable_copy_count) X(copied_to_host_bytes)                    \
-  X(copied_to_device_bytes) X(registration_count) X(registered_bytes) X(stream_count) X(event_count)               \
+  X(copied_to_device_bytes) X(registration_count) X(registered_bytes) X(is_registered) X(stream_count) X(event_count)               \
   X(allocation_count) X(context_depth)
 // clang-format on

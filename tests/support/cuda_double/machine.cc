@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 namespace cuda_double {
 namespace {
@@ -338,6 +339,18 @@ std::shared_ptr<Allocation> Machine::FindAllocation(uint64_t address, size_t siz
   const uint64_t inside = address - allocation->address;
   if (inside >= allocation->size_bytes || size_bytes > allocation->size_bytes - inside) return nullptr;
   return allocation;
+}
+
+bool Machine::IsRegistered(uint64_t address, size_t size_bytes) const {
+  const uint64_t end = address + size_bytes;
+  for (auto found = registrations.upper_bound(address); address < end; ++found) {
+    if (found == registrations.begin()) return false;
+    const Registration& before = std::prev(found)->second;
+    if (address >= before.end) return false;
+    address = before.end;
+    if (found == registrations.end()) break;
+  }
+  return address >= end;
 }
 
 void Machine::Free(const std::shared_ptr<Allocation>& allocation, const char* call) {

@@ -208,6 +208,7 @@ struct Machine {
   std::shared_ptr<Allocation> Allocate(int device, size_t size_bytes);  // null: no memory
   // The allocation that holds the whole range; null: none does.
   std::shared_ptr<Allocation> FindAllocation(uint64_t address, size_t size_bytes) const;
+  bool IsRegistered(uint64_t address, size_t size_bytes) const;
   void Free(const std::shared_ptr<Allocation>& allocation, const char* call);
   // Of queued copies that use this host memory.
   uint64_t CountQueued(uintptr_t first, uintptr_t end) const;

@@ -221,6 +221,9 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     case cudaDevAttrMultiProcessorCount:
       *value = 4;
       break;
+    case cudaDevAttrCanUseHostPointerForRegisteredMem:
+      *value = 1;
+      break;
     case cudaDevAttrWarpSize:
       *value = 32;
       break;
@@ -478,9 +481,7 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
     attributes->devicePointer = const_cast<void*>(memory);
     return cudaSuccess;
   }
-  const std::lock_guard lock(g_mutex);
-  auto next = g_host.upper_bound(Number(memory));
-  if (next != g_host.begin() && (--next, Number(memory) < next->first + next->second)) {
+  if (double_is_registered(Number(memory), 1) != 0) {
     attributes->type = cudaMemoryTypeHost;
     attributes->hostPointer = const_cast<void*>(memory);
   }

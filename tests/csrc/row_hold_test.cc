@@ -1,0 +1,197 @@
+// Holds of the row cache (rows/cache.h, rows/store.h): what a device reads without the store's lock stays as it is,
+// other slots go on changing, and the memory that it reads is pinned piece by piece.
+//
+// row_hold_test [SCRATCH_DIRECTORY]
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "core/memory.h"
+#include "rows/cache.h"
+#include "rows/store.h"
+#include "testing_row_store.h"
+
+namespace fastpersist {
+namespace {
+
+constexpr uint32_t kRowBytes = 100;
+constexpr uint32_t kSlotCount = 64;
+constexpr uint64_t kRowCount = 100'000;
+
+// A cache of 64 slots with the rows 0 … 63.
+class FullCache {
+ public:
+  FullCache() : cache_(Must(RowCache::Create(kSlotCount * (kRowBytes + 28), kRowBytes, kRowCount))) {
+    for (uint64_t row = 0; row < kSlotCount; ++row) EXPECT(cache_->Admit(row, 0, /*keep=*/false).slot != nullptr);
+  }
+  RowCache* operator->() const { return cache_.get(); }
+
+  void Hold(uint16_t hold, uint64_t from, uint64_t until) const {
+    for (uint64_t row = from; row < until; ++row) cache_->Hold(cache_->Find(row), hold);
+  }
+  // Offer many other rows, each often enough to be better than what is there. Returns how many of the rows 0 … 63 stay.
+  uint32_t CountAfterOthers(bool keep = false) {
+    for (int i = 0; i < 200; ++i, ++other_) {
+      for (int k = 0; k < 3; ++k) {
+        if (cache_->Find(other_) == RowCache::kNoSlot) cache_->Admit(other_, 0, keep);
+      }
+    }
+    uint32_t count = 0;
+    for (uint64_t row = 0; row < kSlotCount; ++row) count += cache_->Find(row) == RowCache::kNoSlot ? 0 : 1;
+    return count;
+  }
+
+ private:
+  std::unique_ptr<RowCache> cache_;
+  uint64_t other_ = 1000;
+};
+
+void HeldRowsStayAndOthersGo() {
+  FullCache cache;
+  const uint16_t hold = cache->BeginHold();
+  cache.Hold(hold, 0, 20);
+  EXPECT(cache.CountAfterOthers() == 20);
+  for (uint64_t row = 0; row < 20; ++row) EXPECT(cache->Find(row) == row);
+  cache->EndHold(hold);
+  EXPECT(cache.CountAfterOthers() == 0);
+}
+
+void ACacheThatIsHeldAsAWholeTakesNoRows() {
+  FullCache cache;
+  const uint16_t hold = cache->BeginHold();
+  cache.Hold(hold, 0, kSlotCount);
+  EXPECT(cache.CountAfterOthers() == kSlotCount);
+  EXPECT(cache.CountAfterOthers(/*keep=*/true) == kSlotCount);
+  cache->EndHold(hold);
+  EXPECT(cache.CountAfterOthers(/*keep=*/true) == 0);
+}
+
+void RowsThatAreKeptTakeThePlacesThatAreNotHeld() {
+  FullCache cache;
+  const uint16_t hold = cache->BeginHold();
+  cache.Hold(hold, 0, kSlotCount - 1);
+  EXPECT(cache.CountAfterOthers(/*keep=*/true) == kSlotCount - 1);
+  cache->EndHold(hold);
+}
+
+void HoldsMayOverlapAndEndInAnyOrder() {
+  for (const bool newer_ends_first : {false, true}) {
+    for (const bool newer_holds_first : {false, true}) {
+      FullCache cache;
+      const uint16_t older = cache->BeginHold();
+      const uint16_t newer = cache->BeginHold();
+      cache.Hold(newer_holds_first ? newer : older, 0, 30);
+      cache.Hold(newer_holds_first ? older : newer, 10, 40);
+      cache->EndHold(newer_ends_first ? newer : older);
+      const uint64_t from = newer_holds_first == newer_ends_first ? 10 : 0;
+      EXPECT(cache.CountAfterOthers() >= 30);
+      for (uint64_t row = from; row < from + 30; ++row) EXPECT(cache->Find(row) == row);
+      cache->EndHold(newer_ends_first ? older : newer);
+      EXPECT(cache.CountAfterOthers() == 0);
+    }
+  }
+}
+
+void NumbersOfHoldsMayBeginAgain() {
+  FullCache cache;
+  for (int i = 0; i < 200'000; ++i) {
+    const uint16_t hold = cache->BeginHold();
+    if (i % 9999 == 0) {
+      cache.Hold(hold, 0, kSlotCount);
+      cache->EndHold(hold);
+      const uint16_t next = cache->BeginHold();
+      cache.Hold(next, 5, 6);
+      EXPECT(cache.CountAfterOthers() == 1);
+      cache->EndHold(next);
+      cache->Clear();
+      for (uint64_t row = 0; row < kSlotCount; ++row) cache->Admit(row, 0, /*keep=*/false);
+    } else {
+      cache->EndHold(hold);
+    }
+  }
+}
+
+void ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded() {
+  FullCache cache;
+  const uint16_t hold = cache->BeginHold();
+  cache.Hold(hold, 0, 1);
+  cache->Clear();
+  EXPECT(cache->Admit(7, 0, /*keep=*/false).slot == nullptr);
+  const uint16_t later = cache->BeginHold();
+  cache->EndHold(hold);
+  EXPECT(cache->Admit(7, 0, /*keep=*/false).slot != nullptr);
+  cache->EndHold(later);
+}
+
+void RowsAreFoundWhereTheyLieAndTheOthersNamed() {
+  const TableFiles files(100, {{0, 100'000}});
+  const auto store = Must(RowStore::Open(
+      files.Table(),
+      {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = uint64_t{20} << 20, .copy_thread_count = 3}));
+  ExpectRows(*store, EachNth(3, 100'000));
+  const RowStoreStats before = store->stats();
+  for (const size_t count : {1, 511, 100'000}) {
+    const std::vector<int64_t> ids = AllIds(count);
+    std::vector<int32_t> slots(count);
+    const uint16_t hold = store->BeginHold(RowRequest::kNoBatch);
+    const std::vector<int64_t> others = store->Hold(hold, ids, RowRequest::kNoBatch, 20'000, slots.data());
+    std::vector<int64_t> found;
+    for (size_t i = 0; i < count; ++i) {
+      if (slots[i] == RowStore::kNotHeld) continue;
+      found.push_back(ids[i]);
+      EXPECT(slots[i] < 20'000 && IsRow(store->cache_bytes() + (slots[i] * 100), static_cast<uint64_t>(i), 100));
+    }
+    EXPECT(found.size() == std::min<size_t>((count + 2) / 3, 20'000));
+    std::vector<int64_t> all;
+    std::ranges::set_union(found, others, std::back_inserter(all));
+    EXPECT(all == ids && others.size() + found.size() == count);
+    store->EndHold(hold);
+  }
+  const uint64_t found_count = 1 + 171 + 20'000;
+  EXPECT(store->stats().hit_count == before.hit_count + found_count);
+  EXPECT(store->stats().row_count == before.row_count + found_count);
+}
+
+void MemoryIsPinnedAsItFills() {
+  constexpr uint32_t kLongRow = (1 << 20) + 1000;
+  const TableFiles files(kLongRow, {{0, 150}});
+  const auto store =
+      Must(RowStore::Open(files.Table(), {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = 150 << 21}));
+  std::vector<std::span<std::byte>> pinned;
+  bool is_refused = false;
+  const Pin pin = [&](std::span<std::byte> memory) -> std::shared_ptr<void> {
+    pinned.push_back(memory);
+    return is_refused ? nullptr : std::make_shared<int>(0);
+  };
+  const std::vector<int64_t> ids = AllIds(150);
+  EXPECT(store->PinCache(pin) == 0 && pinned.empty());
+  ExpectRows(*store, {ids.begin(), ids.begin() + 60});
+  EXPECT(store->PinCache(pin) == 0 && pinned.empty());
+  ExpectRows(*store, {ids.begin(), ids.begin() + 75});
+  EXPECT(store->PinCache(pin) == 73 && pinned.size() == 1);
+  EXPECT(store->PinCache(pin) == 73 && pinned.size() == 1);
+  ExpectRows(*store, {ids.begin(), ids.begin() + 90});
+  EXPECT(store->PinCache(pin) == 73 && pinned.size() == 1);
+  ExpectRows(*store, ids);
+  is_refused = true;
+  EXPECT(store->PinCache(pin) == 73 && pinned.size() == 2);
+  is_refused = false;
+  EXPECT(store->PinCache(pin) == 73 && pinned.size() == 2);
+  EXPECT(pinned[0].data() == store->cache_bytes() && pinned[0].size() % kHugePageBytes == 0);
+  EXPECT(pinned[1].data() == pinned[0].data() + pinned[0].size());
+  EXPECT(pinned[0].size() + pinned[1].size() == 150 * uint64_t{kLongRow});
+}
+
+}  // namespace
+}  // namespace fastpersist
+
+int main(int argc, char** argv) {
+  using namespace fastpersist;
+  return Run(argc, argv,
+             {TEST(HeldRowsStayAndOthersGo), TEST(ACacheThatIsHeldAsAWholeTakesNoRows),
+              TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld), TEST(HoldsMayOverlapAndEndInAnyOrder),
+              TEST(NumbersOfHoldsMayBeginAgain), TEST(ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded),
+              TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed), TEST(MemoryIsPinnedAsItFills)});
+}
