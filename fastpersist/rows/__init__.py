@@ -7,6 +7,6 @@ Where to look:
     rewriting one                packing: rows that are asked for often come first
     proving one                  verification
     reading rows by ids          store; ids (what callers may give); ahead (rows for the batches of a loop)
-    kept on a device             device_rows
+    on a device, or on the way   device_rows
     in place of nn.Embedding     embedding
 """

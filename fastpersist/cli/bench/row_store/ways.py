@@ -155,6 +155,7 @@ def device_rows(case: Case, device: torch.device) -> list[Row]:
 
         def timed(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
             run(ids[:1])  # what is made at the first use
+            _wake(device)
             return _timed(lambda: run(ids), store())
 
         return timed
@@ -187,6 +188,15 @@ def device_rows(case: Case, device: torch.device) -> list[Row]:
             case, "torch.index_select, copied", "peer", on_device(lambda ids: tensor().index_select(0, ids)),
         ),
     ]  # fmt: skip
+
+
+def _wake(device: torch.device) -> None:
+    """Let a device compute for a while, as it does in training: one that was idle has a slow clock at first."""
+    matrix = torch.full((2048, 2048), 1 / 2048, device=device)
+    end_s = time.perf_counter() + 0.05
+    while time.perf_counter() < end_s:
+        matrix = matrix @ matrix
+        torch.cuda.synchronize(device)
 
 
 def _held(case: Case) -> tuple[Callable[[], fastpersist.RowStore], Callable[[], torch.Tensor]]:
