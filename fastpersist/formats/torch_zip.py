@@ -64,7 +64,7 @@ _END = struct.Struct("<4sHHHHIIH")
 _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")
 
-_FLAG_ENCRYPTED = 0x0001
+_FLAGS_ENCRYPTED = 0x0001 | 0x0020 | 0x0040  # what torch takes for it: also patched data, strong encryption
 _FLAG_DESCRIPTOR = 0x0008
 _ZIP64_FIELD = 0x0001
 _DIRECTORY_ATTRIBUTE = 0x10
@@ -435,7 +435,7 @@ def _parse_entries(directory: bytes, count: int, directory_offset: int, path: st
         if ZIP32_LIMIT in (packed, size, offset):
             extra = directory[extra_start : extra_start + extra_len]
             size, packed, offset = _zip64_values(extra, size, packed, offset, name, path, directory_offset + cursor)
-        if method != 0 or packed != size or flags & _FLAG_ENCRYPTED or disk:
+        if method != 0 or packed != size or flags & _FLAGS_ENCRYPTED or disk:
             unsupported = unsupported or name
         entries.append(_RawEntry(name, size, crc, offset, bool(flags & _FLAG_DESCRIPTOR)))
         cursor = end

@@ -7,7 +7,8 @@
    object of ours that skips the bytes of storages. So all code that runs during unpickling sees true bytes, and a
    torch.load that such code calls is not affected: it has neither our dictionary nor our file.
 
-Where unpickling surely runs no code that looks at bytes, as for the state of most models, steps 2 and 3 go on together.
+For the state of most models, a plain pickle, torch.load takes an unpickler of ours (`plain_load`), which hands out the
+storages itself. Such a pickle surely runs no code that looks at bytes, so steps 2 and 3 go on together.
 
 Stock torch.load reads the file alone, and the log says why, with a callable map_location, for meta and fake loads, for
 byte-swapped, legacy and TorchScript files, and if pickle and directory disagree.
@@ -142,30 +143,26 @@ def unpickle_with(
         StorageError: An error of the disk.
         Exception: What torch.load raises.
     """
-    entries = source.directory.entries
-    file = SkippingFile(source, (entries[f"data/{key}"] for key in storages), headers_follow=headers_follow)
-    asks: list[tuple[StorageReference, torch.UntypedStorage, int]] = []
-    seen: set[str] = set()
-    for reference in source.summary.references:
-        storage = storages[reference.key]
-        # torch asks once for each key; but for a storage without address (empty, or meta) it asks at every use.
-        if reference.key not in seen:
-            asks.append((reference, storage, entries[f"data/{reference.key}"].data_offset_bytes))
-            if storage.data_ptr() if storage.device.type != "meta" else 0:
-                seen.add(reference.key)
-    if source.summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
-        source.prove_tensors()  # torch does not check negative strides on the meta device
+    entries = {key: source.directory.entries[f"data/{key}"] for key in storages}
+    file = SkippingFile(source, entries.values(), headers_follow=headers_follow)
+    opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
     summary = source.summary
-    is_plain = summary.needs_no_bytes and summary.is_as_torch_writes and loads_plainly(summary.globals)
+    if summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
+        source.prove_tensors()  # torch does not check negative strides on the meta device
+    has_plain_pickle = summary.needs_no_bytes and summary.is_as_torch_writes and loads_plainly(summary.globals)
+    is_plain = weights_only and has_plain_pickle
+    asks = [] if is_plain else _asks(source, storages)
     pickle_sha256 = summary.sha256
     del summary
     source.forget_pickle()  # megabytes for ten thousand tensors; torch reads its own
     sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
+    if is_plain and not headers_follow:
+        for entry in entries.values():
+            source.prove_header(entry)
     with _StorageSupply(asks, map_location, file) as supply:
-        opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
         try:
-            if weights_only and is_plain:
-                loaded = plain_load(opened, map_location=supply, pickle_sha256=pickle_sha256)
+            if is_plain:
+                loaded = plain_load(opened, storages, pickle_sha256=pickle_sha256)
             else:
                 loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
         except Exception as error:
@@ -178,6 +175,22 @@ def unpickle_with(
         source.prove_tensors()
         raise FormatError("a tensor reaches beyond its storage", path=source.path)
     return loaded
+
+
+def _asks(
+    source: CheckpointSource, storages: Mapping[str, torch.UntypedStorage]
+) -> list[tuple[StorageReference, torch.UntypedStorage, int]]:
+    """Return the storages in the order in which torch.load asks for them, and where their bytes begin in the file."""
+    asks: list[tuple[StorageReference, torch.UntypedStorage, int]] = []
+    seen: set[str] = set()
+    for reference in source.summary.references:
+        storage = storages[reference.key]
+        # torch asks once for each key; but for a storage without address (empty, or meta) it asks at every use.
+        if reference.key not in seen:
+            asks.append((reference, storage, source.directory.entries[f"data/{reference.key}"].data_offset_bytes))
+            if storage.data_ptr() if storage.device.type != "meta" else 0:
+                seen.add(reference.key)
+    return asks
 
 
 def unpickle_while_reading(

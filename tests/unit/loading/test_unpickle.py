@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -607,9 +607,9 @@ def plain_loads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     found: list[object] = []
     plain_load = unpickle.plain_load
 
-    def counted(file: IO[bytes], **options: Any) -> Any:
+    def counted(file: IO[bytes], storages: Mapping[str, torch.UntypedStorage], **options: Any) -> Any:
         found.append(file)
-        return plain_load(file, **options)
+        return plain_load(file, storages, **options)
 
     monkeypatch.setattr(unpickle, "plain_load", counted)
     return found

@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from support.sameness import assert_same
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.errors import InternalError
+from fastpersist.transfer import torch_boundary
 from fastpersist.transfer.torch_boundary import loads_plainly, plain_load, sample_tensors, torch_functions, untraced
 
 
@@ -118,28 +121,64 @@ def sha256_of(path: Path) -> bytes:
     return hashlib.sha256(pickles[0]).digest()
 
 
+def plain_loaded(path: Path, *, pickle_sha256: bytes | None = None) -> Any:
+    records = {name.partition("/")[2]: data for name, data in read_records(path).items()}
+    storages = {
+        name.removeprefix("data/"): torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+        for name, data in records.items()
+        if name.startswith("data/")
+    }
+    with path.open("rb") as file:
+        return plain_load(file, storages, pickle_sha256=pickle_sha256 or sha256_of(path))
+
+
 def test_plain_load_takes_no_pickle_but_the_scanned_one(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"x": torch.ones(3)}, path)
     scanned = sha256_of(path)
     torch.save({"y": torch.ones(3)}, path)
-    with path.open("rb") as file, pytest.raises(pickle.UnpicklingError, match="the file has changed meanwhile"):
-        plain_load(file, map_location=None, pickle_sha256=scanned)
+    with pytest.raises(pickle.UnpicklingError, match="the file has changed meanwhile"):
+        plain_loaded(path, pickle_sha256=scanned)
 
 
 def test_plain_load_resolves_nothing_but_plain_names(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"run": os.system, "x": torch.ones(3)}, path)
-    with path.open("rb") as file, pytest.raises(pickle.UnpicklingError, match="system is no part of a plain state"):
-        plain_load(file, map_location=None, pickle_sha256=sha256_of(path))
+    with pytest.raises(pickle.UnpicklingError, match="system is no part of a plain state"):
+        plain_loaded(path)
 
 
 def test_plain_load_gives_what_torch_gives(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    state = {"model": torch.nn.Linear(2, 3).state_dict(), "p": torch.nn.Parameter(torch.ones(2)), "n": [1, None, "a"]}
+    whole = torch.arange(12.0)
+    state = {
+        "model": torch.nn.Linear(2, 3).state_dict(),
+        "p": torch.nn.Parameter(torch.ones(2)),
+        "n": [1, None, "a"],
+        "views": [whole, whole[3:7], whole.view(3, 4).t()],
+        "dtypes": [torch.ones(2).to(dtype) for dtype in (torch.bfloat16, torch.int8, torch.bool)],
+    }
     torch.save(state, path)
+    found = plain_loaded(path)
+    assert_same(found, torch.load(path))
+    assert found["views"][0].untyped_storage().data_ptr() == found["views"][2].untyped_storage().data_ptr()
+
+
+def test_plain_load_hands_out_the_storages_that_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    given = torch.full((3,), 7.0)
     with path.open("rb") as file:
-        assert_same(plain_load(file, map_location=None, pickle_sha256=sha256_of(path)), torch.load(path))
+        found = plain_load(file, {"0": given.untyped_storage()}, pickle_sha256=sha256_of(path))
+    assert found["x"].data_ptr() == given.data_ptr()
+
+
+def test_a_torch_that_reads_storages_itself_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.ones(3)}, path)
+    monkeypatch.setattr(torch_boundary, "stock_load", lambda *_, **__: {"x": torch.ones(3)})
+    with pytest.raises(InternalError, match="did not ask for the storages"):
+        plain_loaded(path)
 
 
 @pytest.mark.parametrize(
