@@ -455,7 +455,8 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     Raises:
         CheckpointNotFoundError: There is no such file or directory.
         ConfigError: An argument makes no sense.
-        UnsupportedError: The named engine cannot be used here.
+        UnsupportedError: The named engine cannot be used here; or a file of an older torch.save, or of TorchScript,
+            cannot be checked.
         StorageError: An error of the disk, or a directory that holds no checkpoints.
 
     Thread safety: any thread.
@@ -467,6 +468,8 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     with CheckpointSource(name) as source:
         with showing_progress(source.path, source.size_bytes, progress):
             listed = directory_inspection.verify_listed(name, engine=engine)
+            if listed is None:
+                file_inspection.refuse_without_checksums(source)
             return file_inspection.verify_source(source, engine=engine) if listed is None else listed
 
 

@@ -114,6 +114,7 @@ class PickleScan:
         persistent_ids: One for each call of `persistent_load` by the unpickler, in that order.
         globals: Every global as "module.name", in the order of first use.
         has_negative_int: There is a negative int in it; sizes, strides and offsets never are negative.
+        has_other_opcodes: It has opcodes that torch.save does not write.
         memo_index_max: The largest index of its memo. Python's unpickler allocates as many entries.
         calls: Every call that the unpickler would make, in that order.
     """
@@ -122,5 +123,6 @@ class PickleScan:
     persistent_ids: list[PersistentId]
     globals: tuple[str, ...]
     has_negative_int: bool
+    has_other_opcodes: bool
     memo_index_max: int
     calls: list[Call] = field(default_factory=list)

@@ -90,6 +90,28 @@ _CONSTANTS: Final[dict[int, object]] = {
     pickle.EMPTY_TUPLE[0]: (),
 }
 
+# Of the opcodes that are not evaluated by `_Scanner._evaluate` itself, those that torch's pickles have: its restricted
+# unpickler knows few others.
+_OF_TORCH: Final = frozenset(
+    opcode[0]
+    for opcode in (
+        pickle.PROTO,
+        pickle.GLOBAL,
+        pickle.EMPTY_DICT,
+        pickle.EMPTY_LIST,
+        pickle.APPEND,
+        pickle.APPENDS,
+        pickle.SETITEM,
+        pickle.SETITEMS,
+        pickle.BUILD,
+        pickle.NEWOBJ,
+        pickle.BININT,
+        pickle.BINFLOAT,
+        pickle.LONG1,
+        pickle.TUPLE3,
+    )
+)
+
 # Well-formed opcodes whose meaning lies outside the pickle, and why.
 _UNMODELLED: Final = {
     pickle.PERSID[0]: "a persistent id in text form",
@@ -299,6 +321,7 @@ class _Scanner:
         "data",
         "globals",
         "has_negative_int",
+        "has_other_opcodes",
         "marked",
         "memo",
         "persistent_ids",
@@ -316,6 +339,7 @@ class _Scanner:
         self.calls: list[Call] = []
         self.globals: dict[tuple[str, str], Global] = {}
         self.has_negative_int = False
+        self.has_other_opcodes = False
 
     def scan(self) -> PickleScan:
         """Evaluate all opcodes, and check what is left."""
@@ -330,6 +354,7 @@ class _Scanner:
             persistent_ids=self.persistent_ids,
             globals=tuple(f"{module}.{name}" for module, name in self.globals),
             has_negative_int=self.has_negative_int,
+            has_other_opcodes=self.has_other_opcodes,
             memo_index_max=max(self.memo, default=0),
             calls=self.calls,
         )
@@ -398,17 +423,20 @@ class _Scanner:
                     position += 4
                 elif opcode == _MEMOIZE:
                     memo[len(memo)] = stack[-1]
+                    self.has_other_opcodes = True
                 elif opcode == _SHORT_BINUNICODE:
                     start = position + 1
                     position = start + data[position]
                     if position > size:
                         raise ValueError(f"a string of {position - start} bytes ends beyond the pickle's end")
                     stack.append(data[start:position].decode("utf-8", "surrogatepass"))
+                    self.has_other_opcodes = True
                 elif opcode == _STOP:
                     self.position, self.stack = position, stack
                     return opcode_offset
                 else:
                     self.position, self.stack = position, stack
+                    self.has_other_opcodes |= opcode not in _OF_TORCH
                     _HANDLERS[opcode](self)
                     position, stack = self.position, self.stack
         except (Unmodelled, struct.error, IndexError, KeyError, ValueError) as error:

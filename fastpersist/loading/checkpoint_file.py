@@ -52,7 +52,8 @@ class PickleSummary:
         globals: What unpickling would import, as "module.name".
         has_negative_int: A number in the pickle is negative, perhaps a stride.
         needs_no_bytes: Unpickling surely looks at no byte of a storage.
-        is_as_torch_writes: Of protocol 2, with a memo that has no more entries than the pickle has bytes.
+        is_as_torch_writes: Of protocol 2 and opcodes that torch's unpickler knows, with a memo that has no more entries
+            than the pickle has bytes.
         sha256: Of the pickle.
     """
 
@@ -156,8 +157,12 @@ class CheckpointSource:
         Raises:
             FormatError: No release of torch.save has written such files.
         """
-        if not is_older_torch_file(self.read_at(0, min(LOOK_BYTES, self.size_bytes))):
+        if not self.is_of_older_torch():
             raise FormatError(self.explain_unknown(), path=self.path)
+
+    def is_of_older_torch(self) -> bool:
+        """Tell whether a file of kind "other" begins like one of torch.save before its zip format."""
+        return is_older_torch_file(self.read_at(0, min(LOOK_BYTES, self.size_bytes)))
 
     def explain_unknown(self) -> str:
         """Describe a file of kind "other" for a message."""
@@ -221,7 +226,9 @@ class CheckpointSource:
                 scan.globals,
                 scan.has_negative_int,
                 builds_without_bytes(scan),
-                self.pickle.startswith(b"\x80\x02") and scan.memo_index_max <= len(self.pickle),
+                self.pickle.startswith(b"\x80\x02")
+                and not scan.has_other_opcodes
+                and scan.memo_index_max <= len(self.pickle),
                 hashlib.sha256(self.pickle).digest(),
             )
         except FormatError as error:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import zipfile
 from dataclasses import dataclass, field
 
 from fastpersist.display import html_table, size_text, time_text
@@ -16,7 +18,15 @@ from fastpersist.formats.torch_zip import header_damages
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.transfer.reader import Extents, read_extents
 
-__all__ = ["Damage", "Manifest", "TensorEntry", "VerifyReport", "inspect_source", "verify_source"]
+__all__ = [
+    "Damage",
+    "Manifest",
+    "TensorEntry",
+    "VerifyReport",
+    "inspect_source",
+    "refuse_without_checksums",
+    "verify_source",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +257,26 @@ def verify_source(source: CheckpointSource, *, engine: str) -> VerifyReport:
     except CorruptionError as error:
         return VerifyReport(source.path, (Damage(error.message, offset_bytes=error.offset_bytes),), 0, False)
     return VerifyReport(source.path, (Damage(source.explain_unknown(), offset_bytes=0),), 0, False)
+
+
+def refuse_without_checksums(source: CheckpointSource) -> None:
+    """Refuse a file of torch that nothing here can check, which is no damage.
+
+    Raises:
+        UnsupportedError: It is one of an older torch.save, or a TorchScript archive.
+    """
+    kind = ""
+    if source.kind == "other" and source.is_of_older_torch():
+        kind = "a file of an older torch.save, which has no checksums"
+    elif source.kind == "torch_zip":
+        with (
+            contextlib.suppress(OSError, ValueError, NotImplementedError, zipfile.BadZipFile),
+            source.open_whole() as file,
+        ):
+            if any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist()):
+                kind = "a TorchScript archive"
+    if kind:
+        raise UnsupportedError(f"{source.path} cannot be checked: it is {kind}")
 
 
 def _verify_safetensors(source: CheckpointSource, engine: str) -> VerifyReport:

@@ -70,7 +70,7 @@ def test_nan_is_a_key_of_its_own() -> None:
         lambda inside: SymbolicDict([inside, inside]),
         lambda inside: SymbolicSet([inside], is_frozen=False),
         lambda inside: Call(inside, (inside,), state=inside, items=[inside]),
-        lambda inside: PickleScan(inside, [], (), has_negative_int=False, memo_index_max=0),
+        lambda inside: PickleScan(inside, [], (), has_negative_int=False, has_other_opcodes=False, memo_index_max=0),
     ],
 )
 def test_nodes_compare_by_identity_and_print_without_their_contents(make: object) -> None:

@@ -127,8 +127,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     for name in ("legacy.pt", "text.txt"):
         with pytest.raises(fp.UnsupportedError, match="neither"):
             fp.inspect(tmp_path / name)
-        assert not fp.verify(tmp_path / name).ok
-        assert bool(fp.verify(tmp_path / name)) is False
+    assert not fp.verify(tmp_path / "text.txt").ok
+    assert bool(fp.verify(tmp_path / "text.txt")) is False
     for look in (fp.inspect, fp.verify):
         with pytest.raises(fp.CheckpointNotFoundError):
             look(tmp_path / "nothing.pt")
@@ -354,3 +354,17 @@ def test_engine_that_cannot_read_is_an_error_and_no_damage(
     monkeypatch.setattr(file_inspection, "read_extents", read_extents)
     with pytest.raises(fp.UnsupportedError, match="this engine"):
         fp.verify(tmp_path / f"model.{suffix}", engine="threads")
+
+
+# ------------------------------------------------------------------------------------------ files without checksums
+
+
+def test_files_that_cannot_be_checked_are_not_called_damaged(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(fp.UnsupportedError, match=r"old.pt cannot be checked: it is a file of an older torch.save"):
+        fp.verify(tmp_path / "old.pt")
+    with zipfile.ZipFile(tmp_path / "script.pt", "w", zipfile.ZIP_DEFLATED) as archive:  # as torch.jit.save does
+        for name in ("data.pkl", "code/__torch__/linear.py", "constants.pkl"):
+            archive.writestr(f"script/{name}", b"x" * 1000)
+    with pytest.raises(fp.UnsupportedError, match=r"script.pt cannot be checked: it is a TorchScript archive"):
+        fp.verify(tmp_path / "script.pt")

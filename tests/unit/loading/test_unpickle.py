@@ -646,3 +646,15 @@ def test_pickles_that_torch_does_not_write_are_left_to_torchs_unpickler(
         warnings.simplefilter("ignore", UserWarning)  # torch's, of the protocol
         assert torch.equal(fp.load(path)["x"], torch.arange(3))
     assert not found
+
+
+@pytest.mark.parametrize("made_so", [b"(d", b"(lq\x010(d"])
+def test_opcodes_that_torch_does_not_know_are_refused_as_by_torch(made_so: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.arange(3)}, path)
+    pkl = next(data for name, data in read_records(path).items() if name.endswith("/data.pkl"))
+    assert pkl.startswith(b"\x80\x02}q\x00")
+    with_pickle(path, pkl.replace(b"}", made_so, 1))
+    for load in (fp.load, torch.load):
+        with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"):
+            load(path)
