@@ -47,6 +47,7 @@ from fastpersist.checkpointer.step_saver import (
 from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order, read_commits
 from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import NodeLocal
+from fastpersist.distributed.partition import require_writers
 from fastpersist.distributed.stop_agreement import StopAgreement
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FastPersistError, SkippedError
 from fastpersist.formats.manifest import checked_step
@@ -161,6 +162,9 @@ class Checkpointer:
         require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
+        if not (isinstance(peer_timeout_s, int | float) and peer_timeout_s > 0):
+            raise ConfigError(f"peer_timeout_s is a number of seconds above 0, not {peer_timeout_s!r}")
+        require_writers(writers)
         if node_local not in (None, "parts", "copies"):
             raise ConfigError(f"node_local is None, 'parts' or 'copies', not {node_local!r}")
         if node_local == "copies" and sharded:

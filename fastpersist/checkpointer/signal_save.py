@@ -96,6 +96,8 @@ class SignalSave:
         try:
             for number in signals:
                 self._previous[number] = signal.signal(number, self._note)
+            if not self._previous:
+                raise ValueError("it names none")
         except (OSError, TypeError, ValueError) as error:
             self.uninstall()
             raise ConfigError(f"signals are those that can be handled, such as (signal.SIGTERM,): {error}") from error

@@ -28,7 +28,7 @@ from fastpersist.distributed.coordinator_file import CoordinatorFile
 from fastpersist.distributed.coordinator_save import CoordinatorSave
 from fastpersist.distributed.follower_file import FollowerFile
 from fastpersist.distributed.follower_save import FollowerSave
-from fastpersist.distributed.partition import choose_writers
+from fastpersist.distributed.partition import choose_writers, require_writers
 from fastpersist.distributed.replica_check import replicas_in, replicas_of
 from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import ConfigError, SkippedError, UnsupportedError
@@ -128,6 +128,7 @@ def together_with(
     Yields:
         How the ranks save; None without a group, and with a group of one rank.
     """
+    require_writers(writers)
     ranks, tuned_count = (None, None) if process_group is None else ranks_of(process_group, path)
     if ranks is None or ranks.count == 1:
         yield None

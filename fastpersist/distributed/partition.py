@@ -21,6 +21,7 @@ __all__ = [
     "choose_writers",
     "common_block_bytes",
     "interior_of",
+    "require_writers",
     "shard_of",
 ]
 
@@ -81,6 +82,17 @@ def shard_of(interiors: Sequence[Extent], writer: int, writer_count: int, block_
     return ranges
 
 
+def require_writers(wanted: object) -> None:
+    """Refuse what names no writers.
+
+    Raises:
+        ConfigError: It is none of "auto", "all", "node" or a number of ranks.
+    """
+    is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
+    if not is_number and wanted not in ("auto", "all", "node"):
+        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {wanted!r}")
+
+
 def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | None = None) -> list[int]:
     """Return the ranks that write cut bytes, in order; rank 0 is always one of them.
 
@@ -93,6 +105,7 @@ def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | N
     Raises:
         ConfigError: Nothing of these.
     """
+    require_writers(wanted)
     count = len(nodes)
     first_ranks = [rank for rank in range(count) if nodes[rank] not in nodes[:rank]]
     if wanted == "all":
@@ -102,12 +115,10 @@ def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | N
     if wanted == "auto":
         most = tuned_count or _AUTO_WRITER_COUNT_MAX
         return list(range(min(count, most))) if len(first_ranks) == 1 else first_ranks
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
-        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {wanted!r}")
     # One of each node, then the second of each, and so on.
     turns: list[tuple[int, int]] = []
     seen: dict[int, int] = {}
     for rank, node in enumerate(nodes):
         turns.append((seen.get(node, 0), rank))
         seen[node] = seen.get(node, 0) + 1
-    return sorted(rank for _, rank in sorted(turns)[:wanted])
+    return sorted(rank for _, rank in sorted(turns)[: int(wanted)])

@@ -283,3 +283,21 @@ def test_failed_save_is_raised_at_the_end_of_the_block(tmp_path: Path) -> None:
     with pytest.raises(fp.NoSpaceError):
         with fp.Checkpointer(tmp_path) as checkpointer:
             save_that_fails(checkpointer)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"writers": "foo"}, "writers is 'auto', 'all', 'node' or a number of ranks, not 'foo'"),
+        ({"writers": 0}, "writers is .*, not 0"),
+        ({"peer_timeout_s": -1}, "peer_timeout_s is a number of seconds above 0, not -1"),
+        ({"peer_timeout_s": "1m"}, "peer_timeout_s is a number of seconds above 0, not '1m'"),
+    ],
+)
+def test_options_for_several_ranks_are_checked_with_one(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(fp.ConfigError, match=told):
+        fp.Checkpointer(tmp_path / "root", **options)
+    if "writers" in options:
+        with pytest.raises(fp.ConfigError, match=told):
+            fp.save({}, tmp_path / "x.pt", **options)
+    assert not list(tmp_path.iterdir())
