@@ -383,7 +383,8 @@ class RowHold:
             slots: Address of as many int32: for each id the place of its row in the cache; 2³¹ - 1: it has none.
             others: Address of as many int64: the places of the ids that have none.
         """
-    def end(self) -> None: ...
+    def end(self, taken_count: int) -> None:
+        """End the hold, of which so many rows came to the request."""
 
 class RowStore:
     """A table of rows; csrc/rows/store.h has the contract.

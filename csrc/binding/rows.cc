@@ -80,7 +80,7 @@ class PyRowHold {
  public:
   PyRowHold(std::shared_ptr<RowStore> store, uint32_t batch, uint32_t slot_count)
       : store_(std::move(store)), batch_(batch), slot_count_(slot_count), hold_(store_->BeginHold(batch)) {}
-  ~PyRowHold() { End(); }
+  ~PyRowHold() { End(0); }
   PyRowHold(const PyRowHold&) = delete;
   PyRowHold& operator=(const PyRowHold&) = delete;
 
@@ -91,7 +91,7 @@ class PyRowHold {
     std::ranges::copy(found, reinterpret_cast<int64_t*>(others));
     return found.size();
   }
-  void End() {
+  void End(uint64_t taken_count) {
     std::shared_ptr<RowStore> held = std::move(store_);
     if (held == nullptr) return;
     if (generation_ != ForkGeneration()) {
@@ -99,7 +99,7 @@ class PyRowHold {
       return;
     }
     const ReleasedGil released;
-    held->EndHold(hold_);
+    held->EndHold(hold_, taken_count);
     held.reset();  // the last user destroys the store, without the GIL
   }
 
@@ -250,7 +250,7 @@ void BindRows(py::module_& m) {
 
   py::class_<PyRowHold>(m, "RowHold")
       .def("find", &PyRowHold::Find, py::arg("ids"), py::arg("count"), py::arg("slots"), py::arg("others"))
-      .def("end", &PyRowHold::End);
+      .def("end", &PyRowHold::End, py::arg("taken_count"));
 
   py::class_<PyRowStore>(m, "RowStore")
       .def(py::init([](const std::vector<PyRowStore::Piece>& pieces, uint32_t row_bytes,

@@ -107,7 +107,7 @@ void RowCache::Hold(uint32_t slot, uint16_t hold) const {
   }
 }
 
-void RowCache::EndHold(uint16_t hold) { std::erase(holds_, hold); }
+void RowCache::EndHold(uint16_t hold) { holds_.erase(std::ranges::find(holds_, hold)); }
 
 RowCache::Value RowCache::ValueOf(uint32_t uses, uint8_t count) const {
   const int batches_until = std::countr_zero(std::rotr(uses, static_cast<int>((read_batch_ + 1) % kWindow)));

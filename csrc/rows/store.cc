@@ -340,14 +340,16 @@ std::vector<int64_t> RowStore::Hold(uint16_t hold, std::span<const int64_t> ids,
           });
         }
       });
-  row_count_ += ids.size() - missing.size();
-  hit_count_ += ids.size() - missing.size();
   return missing;
 }
 
-void RowStore::EndHold(uint16_t hold) {
-  const std::lock_guard lock(lock_);
-  cache_->EndHold(hold);
+void RowStore::EndHold(uint16_t hold, uint64_t taken_count) {
+  {
+    const std::lock_guard lock(lock_);
+    cache_->EndHold(hold);
+  }
+  row_count_ += taken_count;
+  hit_count_ += taken_count;
 }
 
 // Rows are cut into reads, but for those that came into the cache meanwhile, or that a read under way will bring.

@@ -111,7 +111,8 @@ class RowStore {
   uint16_t BeginHold(uint32_t batch);
   std::vector<int64_t> Hold(uint16_t hold, std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
                             int32_t* slots);
-  void EndHold(uint16_t hold);
+  // `taken_count`: how many of the rows came to the request.
+  void EndHold(uint16_t hold, uint64_t taken_count);
 
   RowStoreStats stats();
   // The engine in use, and why earlier ones were left.

@@ -23,7 +23,8 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # Of shorter words, and of shorter rows, a device reads too few bytes at a time to be faster than the host.
 _WORD_BYTES_MIN = 4
 _ROW_BYTES_MIN = 512
-_GATHERED_AT_ONCE_BYTES = 64 << 20  # takes as much of the device's memory
+_GATHERED_BYTES_MIN = 2 << 20  # fewer are gathered faster by the host: a device takes a while to begin
+_AT_ONCE_BYTES = 64 << 20  # for what is brought before it is put in its place, in the device's memory
 _HOST_POINTERS_ARE_USABLE = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
@@ -169,7 +170,9 @@ def cached_rows(
     """
     row_bytes = math.prod(row_shape) * dtype.itemsize
     ordinal = stream.device.index
-    if row_bytes < _ROW_BYTES_MIN or row_bytes % _WORD_BYTES_MIN or not _can_read_host_memory(ordinal):
+    if ids.numel() * row_bytes <= _GATHERED_BYTES_MIN or row_bytes < _ROW_BYTES_MIN or row_bytes % _WORD_BYTES_MIN:
+        return None
+    if not _can_read_host_memory(ordinal):
         return None
     address, slot_count = native.pin_cache(ordinal)
     if slot_count == 0:
@@ -180,22 +183,27 @@ def cached_rows(
     if slots.untyped_storage().device.type == "meta":  # of a FakeTensorMode
         return None
     hold = native.hold(batch, slot_count)
+    taken_count = 0
     try:
         other = other[: hold.find(ids.data_ptr(), ids.numel(), slots.data_ptr(), other.data_ptr())]
         found_count = ids.numel() - other.numel()
+        if found_count * row_bytes <= _GATHERED_BYTES_MIN:
+            return None
         with torch.cuda.stream(stream):
-            rows = torch.empty((ids.numel(), *row_shape), dtype=dtype, device=stream.device)
+            with torch.inference_mode(False):
+                rows = torch.empty((ids.numel(), *row_shape), dtype=dtype, device=stream.device)
             # In the order of their addresses, as a device knows few pages of host memory at a time; the others last.
             ordered, places = slots.to(stream.device, non_blocking=True).sort()
             cache = _host_words(address, slot_count, row_bytes, stream.device)
-            at_once = max(1, _GATHERED_AT_ONCE_BYTES // row_bytes)
+            at_once = max(1, _AT_ONCE_BYTES // row_bytes)
             for some, targets in zip(ordered[:found_count].split(at_once), places.split(at_once), strict=False):
                 _as_words(rows).index_copy_(0, targets[: some.numel()], cache.index_select(0, some))
+        taken_count = found_count
     finally:
         try:
             stream.synchronize()
         finally:
-            hold.end()
+            hold.end(taken_count)
     return CachedRows(rows, other, ids[other])
 
 
@@ -207,9 +215,12 @@ def rows_at(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 def _fill(rows: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None:
     """Write rows to some places among others on a device, in its current stream."""
-    if places.numel():
-        there = _as_words(found.to(rows.device, non_blocking=True))
-        _as_words(rows).index_copy_(0, places.to(rows.device, non_blocking=True), there)
+    if not places.numel():
+        return
+    at_once = max(1, _AT_ONCE_BYTES // (rows[:1].nbytes or 1))
+    for some, targets in zip(found.split(at_once), places.split(at_once), strict=True):
+        there = _as_words(some.to(rows.device, non_blocking=True))
+        _as_words(rows).index_copy_(0, targets.to(rows.device, non_blocking=True), there)
 
 
 class _HostRows:

@@ -51,7 +51,6 @@ _AHEAD_BYTES = 256 << 20
 _UNDER_WAY_COUNT_MIN = 2  # one is taken, one is read
 _ROW_BYTES_MAX = 1 << 30
 _KEPT_AT_ONCE_BYTES = 64 << 20
-_BY_DEVICE_BYTES_MIN = 2 << 20  # fewer are gathered faster by the host: a device takes a while to begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,7 +510,8 @@ class RowStore:
     def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
         """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
         pinned = device is not None and device.type == "cuda"
-        return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
+        with torch.inference_mode(False):  # another caller may take them
+            return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
 
     def _split(self, ids: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Split | None]:
         """Return the ids of the rows that are not on the device, and how their rows join those that are."""
@@ -565,7 +565,7 @@ class RowStore:
     def _ask(self, native: _native.RowStore, ids: torch.Tensor, device: torch.device | None, batch: int) -> _Asked:
         """Begin to bring rows that are not kept on the device."""
         cached = None
-        if device is not None and device.type == "cuda" and ids.numel() * self.row_bytes > _BY_DEVICE_BYTES_MIN:
+        if device is not None and device.type == "cuda":
             with contextlib.suppress(torch.OutOfMemoryError):  # then the host gathers all
                 cached = cached_rows(native, ids, batch, self.row_shape, self.dtype, self._stream_of(device))
         if cached is not None:
@@ -621,7 +621,7 @@ class RowStore:
             is_lost = request is None or (ticket._native is not self._native and not request.done())
             if is_lost and ticket._error is None:
                 self._start_ticket(ticket)
-            request, rows = ticket._request, ticket._rows
+            request, rows, cached = ticket._request, ticket._rows, ticket._cached
             if ticket._error is not None or request is None or rows is None:
                 raise ticket._error or InternalError("a request for rows was neither started nor failed")
         if not request.wait(timeout):
@@ -629,16 +629,17 @@ class RowStore:
         self._under_way.pop(ticket._batch, None)
         self._start_waiting()
         request.raise_failure()
-        sent = ticket._sent
-        if sent is None and ticket._cached is not None:  # these rows are completed once
-            stream = torch.cuda.current_stream(ticket._device)
-            sent = ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
-        taken = self._result(ticket, rows) if sent is None else sent.taken()
+        with self._lock:  # rows that are on the device in part are completed once, for all who take them
+            if ticket._sent is None and cached is not None:
+                stream = torch.cuda.current_stream(ticket._device)
+                ticket._sent = send_rows(lambda: self._result(ticket, rows, cached), stream)
+            sent = ticket._sent
+        taken = self._result(ticket, rows, cached) if sent is None else sent.taken()
         self._send_next()
         return taken
 
-    def _result(self, ticket: RowTicket, rows: torch.Tensor) -> torch.Tensor:
-        return self._shaped(rows, ticket._shape, ticket._device, ticket._cached, ticket._split)
+    def _result(self, ticket: RowTicket, rows: torch.Tensor, cached: CachedRows | None) -> torch.Tensor:
+        return self._shaped(rows, ticket._shape, ticket._device, cached, ticket._split)
 
     def _send_next(self) -> None:
         """Send the rows of the oldest ticket that nobody has taken to its device, if they are there, in our stream.
@@ -650,16 +651,15 @@ class RowStore:
             ticket = under_way[0].ticket() if under_way else None
             if ticket is None or ticket._sent is not None or ticket._request is None or not ticket._request.done():
                 return
-            rows, device = ticket._rows, ticket._device
+            rows, device, cached = ticket._rows, ticket._device, ticket._cached
             if rows is None or device is None or device.type != "cuda":
                 return
             try:
                 ticket._request.raise_failure()
             except FastPersistError:  # who takes it is told
                 return
-            stream = self._stream_of(device)
-        with contextlib.suppress(RuntimeError):  # no memory there; who takes the rows is told
-            ticket._sent = send_rows(lambda: self._result(ticket, rows), stream)
+            with contextlib.suppress(RuntimeError):  # no memory there; who takes the rows is told
+                ticket._sent = send_rows(lambda: self._result(ticket, rows, cached), self._stream_of(device))
 
     def _give_up(self, ticket: RowTicket) -> None:
         with self._lock:

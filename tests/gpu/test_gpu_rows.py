@@ -6,6 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_the_next_rows_come_while_the_caller_computes(kept_count: int, path: Pat
 @pytest.fixture
 def by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few rows are asked for, the device gathers those that are cached."""
-    monkeypatch.setattr(store, "_BY_DEVICE_BYTES_MIN", 0)
+    monkeypatch.setattr(device_rows, "_GATHERED_BYTES_MIN", 0)
     monkeypatch.setattr(device_rows, "_ROW_BYTES_MIN", 1)
 
 
@@ -208,10 +209,29 @@ def test_the_host_gathers_what_the_device_cannot(what: str, tmp_path: Path, monk
         monkeypatch.setattr(device_rows, "_host_words", refuse_memory)
     if what == "pins":
         monkeypatch.setattr(_native.RowStore, "pin_cache", lambda *_: (0, 0))
+    by_device = count_gathers_by_device(monkeypatch)
     with fp.RowStore(tmp_path / "table.npy") as opened:
         opened.keep(range(100))
+        before = opened.stats()
         for _ in range(2):
             assert torch.equal(opened.gather(range(100), device=DEVICE).cpu(), table)
+        after = opened.stats()
+    assert by_device == ([] if what == "memory" else [False, False])
+    assert after.row_count - before.row_count == after.hit_count - before.hit_count == 200
+
+
+def count_gathers_by_device(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, for each request for rows on the device, whether the device gathered some of them."""
+    found: list[bool] = []
+    cached_rows = store.cached_rows
+
+    def counted(*arguments: Any) -> device_rows.CachedRows | None:
+        cached = cached_rows(*arguments)
+        found.append(cached is not None)
+        return cached
+
+    monkeypatch.setattr(store, "cached_rows", counted)
+    return found
 
 
 def refuse_memory(*_: object) -> None:
@@ -235,7 +255,7 @@ def test_rows_come_to_two_devices(path: Path, rows: torch.Tensor) -> None:
 def test_many_cached_rows_are_gathered_piece_by_piece(
     path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_rows, "_GATHERED_AT_ONCE_BYTES", rows[0].nbytes * 50)
+    monkeypatch.setattr(device_rows, "_AT_ONCE_BYTES", rows[0].nbytes * 50)
     with fp.RowStore(path, cache_bytes=COUNT // 2 * (rows[0].nbytes + 28)) as opened:
         opened.keep(range(COUNT // 2))
         for ids in (some_ids(3000), torch.arange(50), torch.arange(40, 91)):
@@ -244,8 +264,11 @@ def test_many_cached_rows_are_gathered_piece_by_piece(
 
 @pytest.mark.usefixtures("by_device")
 @needs_cuda
-def test_rows_come_into_the_cache_while_the_device_gathers(path: Path, rows: torch.Tensor) -> None:
+def test_rows_come_into_the_cache_while_the_device_gathers(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None of them in the place of one that the device is to read."""
+    by_device = count_gathers_by_device(monkeypatch)
     with fp.RowStore(path, cache_bytes=COUNT // 4 * (rows[0].nbytes + 28)) as opened:
         opened.gather(range(COUNT // 4))
         end = threading.Event()
@@ -265,6 +288,38 @@ def test_rows_come_into_the_cache_while_the_device_gathers(path: Path, rows: tor
             end.set()
             for one in running:
                 one.result()
+    assert all(by_device)
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+def test_rows_asked_for_in_inference_mode_are_ordinary_ones(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_device = count_gathers_by_device(monkeypatch)
+    with fp.RowStore(path, cache_bytes=100 * (rows[0].nbytes + 28)) as opened:
+        opened.keep(range(100))
+        with torch.inference_mode():
+            tickets = [opened.prefetch(some, device=DEVICE) for some in ([1, 2], [3, COUNT - 1], [COUNT - 2])]
+        for ticket, some in zip(tickets, ([1, 2], [3, COUNT - 1], [COUNT - 2]), strict=True):
+            found = ticket.result()
+            assert not found.is_inference()
+            assert torch.equal(found.cpu(), rows[some])
+    assert by_device == [True, True, False]
+
+
+@pytest.mark.usefixtures("by_device")
+@needs_cuda
+def test_threads_that_take_one_ticket_get_the_same_rows(path: Path, rows: torch.Tensor) -> None:
+    with fp.RowStore(path, cache_bytes=COUNT // 2 * (rows[0].nbytes + 28)) as opened, ThreadPoolExecutor(4) as pool:
+        opened.keep(range(0, COUNT, 2))
+        for count in range(300, 400, 10):
+            tickets = [opened.prefetch(some_ids(count + i), device=DEVICE) for i in range(2)]
+            taken = [[pool.submit(ticket.result) for _ in range(2)] for ticket in tickets]
+            for i, both in enumerate(taken):
+                one, other = (future.result() for future in both)
+                assert one.data_ptr() == other.data_ptr(), "they were completed once"
+                assert torch.equal(one.cpu(), rows[some_ids(count + i)])
 
 
 @pytest.mark.usefixtures("by_device")

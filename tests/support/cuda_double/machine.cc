@@ -343,14 +343,12 @@ std::shared_ptr<Allocation> Machine::FindAllocation(uint64_t address, size_t siz
 
 bool Machine::IsRegistered(uint64_t address, size_t size_bytes) const {
   const uint64_t end = address + size_bytes;
-  for (auto found = registrations.upper_bound(address); address < end; ++found) {
-    if (found == registrations.begin()) return false;
-    const Registration& before = std::prev(found)->second;
-    if (address >= before.end) return false;
-    address = before.end;
-    if (found == registrations.end()) break;
+  while (address < end) {
+    const auto after = registrations.upper_bound(address);
+    if (after == registrations.begin() || address >= std::prev(after)->second.end) return false;
+    address = std::prev(after)->second.end;
   }
-  return address >= end;
+  return true;
 }
 
 void Machine::Free(const std::shared_ptr<Allocation>& allocation, const char* call) {

@@ -154,7 +154,7 @@ def device_rows(case: Case, device: torch.device) -> list[Row]:
             return rows
 
         def timed(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-            run(ids[:1])  # what is made at the first use
+            run(ids)  # pins, allocates and loads at its first use what it needs
             _wake(device)
             return _timed(lambda: run(ids), store())
 
