@@ -164,7 +164,8 @@ class Checkpointer:
             raise ConfigError(f"lock_timeout_s is a number of seconds, 0 or more, not {lock_timeout_s!r}")
         if not (isinstance(peer_timeout_s, int | float) and peer_timeout_s > 0):
             raise ConfigError(f"peer_timeout_s is a number of seconds above 0, not {peer_timeout_s!r}")
-        require_writers(writers)
+        if process_group is None:  # with several ranks all are told, by a save
+            require_writers(writers)
         if node_local not in (None, "parts", "copies"):
             raise ConfigError(f"node_local is None, 'parts' or 'copies', not {node_local!r}")
         if node_local == "copies" and sharded:

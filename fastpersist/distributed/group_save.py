@@ -128,9 +128,9 @@ def together_with(
     Yields:
         How the ranks save; None without a group, and with a group of one rank.
     """
-    require_writers(writers)
     ranks, tuned_count = (None, None) if process_group is None else ranks_of(process_group, path)
     if ranks is None or ranks.count == 1:
+        require_writers(writers)
         yield None
         return
     session = ranks.begin(path)

@@ -275,7 +275,7 @@ def _set_entries(target: object, flat: list[object]) -> None:
 def _build(target: object, state: object) -> None:
     # A pickler sets the state of an object once. Only the object's own code knows whether a second state would
     # replace the first.
-    if type(target) is Call and target.state is None:
+    if type(target) is Call and target.state is None and state is not None:
         target.state = state
     else:
         _refuse_target(target, "BUILD of the state")

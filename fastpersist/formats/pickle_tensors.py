@@ -167,8 +167,8 @@ def _needs_no_bytes(call: Call) -> bool:
     function, arguments = call.function, call.arguments
     if type(function) is not Global or call.keywords is not None or call.items is not None:
         return False
-    if function.name == "OrderedDict":
-        return function.module == "collections" and not arguments
+    if function.name == "OrderedDict":  # from other states torch's unpickler makes something else, or nothing
+        return function.module == "collections" and not arguments and isinstance(call.state, SymbolicDict | None)
     if function.module != "torch._utils" or call.state is not None or call.entries is not None:
         return False
     if function.name == "_rebuild_tensor_v2" and len(arguments) == 6:  # a seventh has flags, by any names

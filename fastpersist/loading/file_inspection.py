@@ -268,15 +268,22 @@ def refuse_without_checksums(source: CheckpointSource) -> None:
     kind = ""
     if source.kind == "other" and source.is_of_older_torch():
         kind = "a file of an older torch.save, which has no checksums"
-    elif source.kind == "torch_zip":
-        with (
-            contextlib.suppress(OSError, ValueError, NotImplementedError, zipfile.BadZipFile),
-            source.open_whole() as file,
-        ):
-            if any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist()):
-                kind = "a TorchScript archive"
+    elif source.kind == "torch_zip" and _is_torchscript(source):
+        kind = "a TorchScript archive"
     if kind:
         raise UnsupportedError(f"{source.path} cannot be checked: it is {kind}")
+
+
+def _is_torchscript(source: CheckpointSource) -> bool:
+    try:
+        return "constants.pkl" in source.directory.entries
+    except CorruptionError:
+        return False
+    except UnsupportedError:  # compressed, as torch.jit.save writes code
+        with contextlib.suppress(OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+            with source.open_whole() as file:
+                return any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist())
+        return False
 
 
 def _verify_safetensors(source: CheckpointSource, engine: str) -> VerifyReport:

@@ -37,7 +37,14 @@ from fastpersist.loading.selection import chosen_part
 from fastpersist.transfer.background_read import BackgroundRead
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.reader import Extents, Read, read_extents
-from fastpersist.transfer.torch_boundary import loads_plainly, no_tag, not_allowed_globals, plain_load, stock_load
+from fastpersist.transfer.torch_boundary import (
+    has_address,
+    loads_plainly,
+    no_tag,
+    not_allowed_globals,
+    plain_load,
+    stock_load,
+)
 
 __all__ = ["MapLocation", "load_checkpoint", "read_safetensors", "unpickle_while_reading", "unpickle_with"]
 
@@ -185,10 +192,9 @@ def _asks(
     seen: set[str] = set()
     for reference in source.summary.references:
         storage = storages[reference.key]
-        # torch asks once for each key; but for a storage without address (empty, or meta) it asks at every use.
         if reference.key not in seen:
             asks.append((reference, storage, source.directory.entries[f"data/{reference.key}"].data_offset_bytes))
-            if storage.data_ptr() if storage.device.type != "meta" else 0:
+            if has_address(storage):
                 seen.add(reference.key)
     return asks
 
@@ -274,6 +280,8 @@ def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only:
         return "it is a TorchScript archive"
     if source.is_byte_swapped():
         return "it was written on a machine of the other byte order"
+    if "byteorder" not in source.directory.entries and torch.serialization.get_default_load_endianness() is not None:
+        return "it does not tell its byte order, and set_default_load_endianness does"
     if any(priority < 10 and untag is not _hand_out for priority, _, untag in torch.serialization._package_registry):
         return "a registered package may restore storages before torch does"
     if "torch._utils._rebuild_device_tensor_from_numpy" in source.summary.globals:

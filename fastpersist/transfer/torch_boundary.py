@@ -27,6 +27,7 @@ from fastpersist import _native
 from fastpersist.errors import InternalError
 
 __all__ = [
+    "has_address",
     "loads_plainly",
     "no_tag",
     "not_allowed_globals",
@@ -132,6 +133,11 @@ def loads_plainly(global_names: Iterable[str]) -> bool:
     )
 
 
+def has_address(storage: torch.UntypedStorage) -> bool:
+    """Tell whether a storage has memory: then torch.load asks for it at its first use only, else at every use."""
+    return storage.device.type != "meta" and storage.data_ptr() != 0
+
+
 def plain_load(file: IO[bytes], storages: Mapping[str, torch.UntypedStorage], *, pickle_sha256: bytes) -> Any:
     """Load a torch zip around existing storages, otherwise as `stock_load` does with weights_only=True.
 
@@ -164,15 +170,18 @@ def plain_load(file: IO[bytes], storages: Mapping[str, torch.UntypedStorage], *,
         def persistent_load(self, identity: Any, /) -> torch.storage.TypedStorage:
             _, kind, key, *_ = identity
             found = by_key[key]
-            if not isinstance(found, torch.storage.TypedStorage):  # its first use decides its dtype, as in torch
-                dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-                found = by_key[key] = torch.storage.TypedStorage(wrap_storage=found, dtype=dtype, _internal=True)
-            return found
+            if isinstance(found, torch.storage.TypedStorage):
+                return found
+            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+            typed = torch.storage.TypedStorage(wrap_storage=found, dtype=dtype, _internal=True)
+            if has_address(found):  # its first use decides its dtype, as in torch
+                by_key[key] = typed
+            return typed
 
     as_module = SimpleNamespace(__name__="fastpersist", Unpickler=Scanned)
     try:
         loaded = stock_load(file, map_location="cpu", pickle_module=as_module, weights_only=False, mmap=False)
-        if not all(isinstance(found, torch.storage.TypedStorage) for found in by_key.values()):
+        if any(isinstance(found, torch.UntypedStorage) and has_address(found) for found in by_key.values()):
             raise InternalError("torch.load did not ask for the storages that the scan of the pickle found")
         return loaded
     finally:

@@ -648,7 +648,7 @@ def test_pickles_that_torch_does_not_write_are_left_to_torchs_unpickler(
     assert not found
 
 
-@pytest.mark.parametrize("made_so", [b"(d", b"(lq\x010(d"])
+@pytest.mark.parametrize("made_so", [b"(d", b"(lq\x010(d", b"}\x94", b"\x8c\x01x0}"])
 def test_opcodes_that_torch_does_not_know_are_refused_as_by_torch(made_so: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"x": torch.arange(3)}, path)
@@ -658,3 +658,35 @@ def test_opcodes_that_torch_does_not_know_are_refused_as_by_torch(made_so: bytes
     for load in (fp.load, torch.load):
         with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"):
             load(path)
+
+
+@pytest.mark.parametrize("state", [b"N", b"N}\x86", b"}}\x86", b")", b"]"])
+def test_states_of_an_ordered_dict_mean_what_they_mean_to_torch(state: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"x": torch.arange(3)}, path)
+    with_pickle(path, b"\x80\x02ccollections\nOrderedDict\n)R" + state + b"b.")
+    assert outcome(lambda: fp.load(path)) == outcome(lambda: torch.load(path))
+
+
+def test_mapped_files_with_a_damaged_header_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    fp.save({"w": torch.ones(5)}, path)
+    data = bytearray(path.read_bytes())
+    header = data.find(b"x/data/0") - 30
+    data[header + 28 : header + 30] = b"\xff\xff"
+    path.write_bytes(data)
+    for is_mapped in (False, True):
+        with pytest.raises(fp.FormatError, match="the header of record data/0 is damaged"):
+            fp.load(path, mmap=is_mapped)
+
+
+@pytest.mark.parametrize("order", [*torch.serialization.LoadEndianness, None])
+def test_files_that_do_not_tell_their_byte_order(order: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"a": torch.arange(3)}, path)
+    write_records(path, {n: d for n, d in read_records(path).items() if n != "model/byteorder"})
+    torch.serialization.set_default_load_endianness(order)
+    try:
+        assert_same(fp.load(path), torch.load(path))
+    finally:
+        torch.serialization.set_default_load_endianness(None)

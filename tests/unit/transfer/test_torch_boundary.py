@@ -124,7 +124,7 @@ def sha256_of(path: Path) -> bytes:
 def plain_loaded(path: Path, *, pickle_sha256: bytes | None = None) -> Any:
     records = {name.partition("/")[2]: data for name, data in read_records(path).items()}
     storages = {
-        name.removeprefix("data/"): torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()
+        name.removeprefix("data/"): torch.tensor(list(data), dtype=torch.uint8).untyped_storage()
         for name, data in records.items()
         if name.startswith("data/")
     }
@@ -162,6 +162,16 @@ def test_plain_load_gives_what_torch_gives(tmp_path: Path) -> None:
     found = plain_loaded(path)
     assert_same(found, torch.load(path))
     assert found["views"][0].untyped_storage().data_ptr() == found["views"][2].untyped_storage().data_ptr()
+
+
+def test_each_use_of_an_empty_storage_has_its_own_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    empty = torch.empty(0)
+    state = {"a": empty, "b": empty.view(torch.int32), "raw": [empty, empty.untyped_storage()], "c": torch.ones(0, 3)}
+    torch.save(state, path)
+    for found in (fp.load(path), plain_loaded(path)):
+        assert [found["a"].dtype, found["b"].dtype] == [torch.float32, torch.int32]
+        assert_same(found, torch.load(path))
 
 
 def test_plain_load_hands_out_the_storages_that_it_was_given(tmp_path: Path) -> None:
