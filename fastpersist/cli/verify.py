@@ -40,7 +40,7 @@ examples:
   notes                 remarks that are no damage, such as foreign files in a checkpoint
   error                 why the file could not be read, else null
 
-Exit codes: 0 all good, 1 some are damaged, 2 some could not be read at all.
+Exit codes: 0 all good, 1 some are damaged, 2 some could not be read or checked.
 """
 
 

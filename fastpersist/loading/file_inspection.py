@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import zipfile
 from dataclasses import dataclass, field
@@ -280,10 +279,12 @@ def _is_torchscript(source: CheckpointSource) -> bool:
     except CorruptionError:
         return False
     except UnsupportedError:  # compressed, as torch.jit.save writes code
-        with contextlib.suppress(OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
-            with source.open_whole() as file:
-                return any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist())
-        return False
+        pass
+    try:
+        with source.open_whole() as file:
+            return any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist())
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return False  # it is damaged, which `verify_source` tells
 
 
 def _verify_safetensors(source: CheckpointSource, engine: str) -> VerifyReport:

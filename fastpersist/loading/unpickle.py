@@ -150,21 +150,21 @@ def unpickle_with(
         StorageError: An error of the disk.
         Exception: What torch.load raises.
     """
-    entries = {key: source.directory.entries[f"data/{key}"] for key in storages}
-    file = SkippingFile(source, entries.values(), headers_follow=headers_follow)
-    opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
+    entries = [source.directory.entries[f"data/{key}"] for key in storages]
     summary = source.summary
     if summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
         source.prove_tensors()  # torch does not check negative strides on the meta device
     has_plain_pickle = summary.needs_no_bytes and summary.is_as_torch_writes and loads_plainly(summary.globals)
     is_plain = weights_only and has_plain_pickle
     asks = [] if is_plain else _asks(source, storages)
+    file = SkippingFile(source, () if is_plain else entries, headers_follow=headers_follow)
+    opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
     pickle_sha256 = summary.sha256
     del summary
     source.forget_pickle()  # megabytes for ten thousand tensors; torch reads its own
     sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
     if is_plain and not headers_follow:
-        for entry in entries.values():
+        for entry in entries:
             source.prove_header(entry)
     with _StorageSupply(asks, map_location, file) as supply:
         try:

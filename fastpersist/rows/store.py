@@ -160,7 +160,8 @@ class RowStore:
         dtype: Of a raw file. Elements of other files are taken for others of the same width.
         offset_bytes: Where the rows of a raw file begin.
         cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB"; "auto" is a quarter
-            of the memory that is available, at most the table.
+            of the memory that is available, at most the table. Where requests go to a CUDA device, what the rows fill
+            of it is pinned.
         ahead_bytes: Memory for the results of requests made ahead that nobody has taken, on the host or on the device
             that they are for; two may always be under way.
         engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
