@@ -219,9 +219,16 @@ class CheckpointSource:
     @cached_property
     def summary(self) -> PickleSummary:
         """A summary of data.pkl. Raises FormatError or UnsupportedError."""
-        scan = self.scan()
+        return self.summarize(self.scan())
+
+    def summarize(self, scan: PickleScan) -> PickleSummary:
+        """Keep and return the `summary`, made from a scan that the caller has: a scan takes longer than a summary.
+
+        Raises:
+            FormatError, UnsupportedError: The storages that the pickle names are malformed.
+        """
         try:
-            return PickleSummary(
+            self.summary = PickleSummary(
                 storage_references(scan),
                 scan.globals,
                 scan.has_negative_int,
@@ -233,11 +240,11 @@ class CheckpointSource:
             )
         except FormatError as error:
             raise FormatError(f"data.pkl: {error.message}", path=self.path, offset_bytes=error.offset_bytes) from None
+        return self.summary
 
     def forget_pickle(self) -> None:
-        """Forget data.pkl and its summary, to free memory; the next use reads it again."""
-        for name in ("pickle", "summary"):
-            self.__dict__.pop(name, None)
+        """Forget data.pkl, to free memory; the next use reads it again."""
+        self.__dict__.pop("pickle", None)
 
     def prove_header(self, entry: torch_zip.DirectoryEntry) -> None:
         """Prove that the local header of a record does not lead out of the file, as torch does.

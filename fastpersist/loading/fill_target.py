@@ -40,6 +40,7 @@ from fastpersist.loading.unpickle import (
     unpickle_while_reading,
     unpickle_with,
 )
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.progress import showing_progress
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
@@ -78,6 +79,7 @@ class Wanted:
         return regrouped(renamed(path, held, self.rename), self.target)
 
 
+@no_garbage_collection()
 def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engine: str, read: Read) -> IncompatibleKeys:
     """Fill a Module, or nested containers of tensors and Modules, from a file; see `load_into`."""
     structure = _read_structure(source, wanted)
@@ -92,6 +94,7 @@ def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engin
     return keys
 
 
+@no_garbage_collection()
 def fill_from_directory(
     path: str, wanted: Wanted, *, verify: bool, engine: str, progress: bool
 ) -> tuple[IncompatibleKeys, int]:

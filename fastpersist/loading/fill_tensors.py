@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -140,23 +141,25 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _overlapping(pairs: Sequence[Pair]) -> list[Pair]:
     """Find targets that overlap in memory without being equal: they are filled one by one, in order."""
-
-    def span(pair: Pair) -> tuple[str, int, int]:
-        target = pair.target
-        last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
-        return str(target.device), target.data_ptr(), target.data_ptr() + (last + 1) * target.element_size()
-
-    ordered = sorted((pair for pair in pairs if pair.target.numel()), key=span)
     found: set[int] = set()
-    reach: Pair | None = None  # the pair so far on this device whose memory ends last
-    for pair in ordered:
-        if reach is not None and span(reach)[0] == span(pair)[0] and span(pair)[1] < span(reach)[2]:
-            if memory_of(reach.target) != memory_of(pair.target):
-                found |= {id(reach), id(pair)}
-            if span(pair)[2] <= span(reach)[2]:
+    reach: tuple[str, int, int, Pair] | None = None  # the one so far on this device whose memory ends last
+    places = (_in_memory(pair) for pair in pairs if pair.target.numel())
+    for device, start, end, pair in sorted(places, key=itemgetter(0, 1, 2)):
+        if reach is not None and reach[0] == device and start < reach[2]:
+            if memory_of(reach[3].target) != memory_of(pair.target):
+                found |= {id(reach[3]), id(pair)}
+            if end <= reach[2]:
                 continue
-        reach = pair
+        reach = device, start, end, pair
     return [pair for pair in pairs if id(pair) in found]
+
+
+def _in_memory(pair: Pair) -> tuple[str, int, int, Pair]:
+    """Return the device of a target, and where its memory, which is not empty, begins and ends there."""
+    target = pair.target
+    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
+    start = target.data_ptr()
+    return str(target.device), start, start + (last + 1) * target.element_size(), pair
 
 
 def _add_contiguous(extents: Extents, pair: Pair) -> None:

@@ -29,7 +29,7 @@ import torch
 
 from fastpersist.errors import ConfigError, FastPersistError, FormatError, UnsupportedError
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
-from fastpersist.formats.pickle_scan import Call, SymbolicDict
+from fastpersist.formats.pickle_scan import Call, PickleScan, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_tensors import Pair, described_tensor, fill_pairs
@@ -129,17 +129,18 @@ class _Whole:
     strict: bool
 
 
+@no_garbage_collection()
 def restore_whole(
     source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
 ) -> IncompatibleKeys:
     """Restore a target of any kind from all that a torch zip holds; see `api.load_into`."""
     options = _Options(_Whole(target, strict), None, None, verify, True, engine, read)
-    _prove(source)
-    ready = _ready(source, options)
+    ready = _ready(source, options, _prove(source))
     _change(source, ready, options, None)
     return ready.plan.keys
 
 
+@no_garbage_collection()
 def load_state(
     path: str,
     *,
@@ -198,10 +199,12 @@ def load_state(
     with source or CheckpointSource(path) as source:
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
-        _prove(source)
+        scan = _prove(source)
         if not into and keys is None:
+            del scan  # its tree is many times as large as the pickle
             return _load_whole(source, options)
-        ready = _ready(source, options)
+        ready = _ready(source, options, scan)
+        del scan
         _change(source, ready, options, on_filled)
         ready.loaded.update(into or {})
         return ready.loaded
@@ -234,8 +237,8 @@ def load_chosen(
         refuse_disguised(source, weights_only)
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
-        _prove(source)
-        return _ready(source, _Options({}, keys, map_location, verify, weights_only, engine, read)).loaded
+        options = _Options({}, keys, map_location, verify, weights_only, engine, read)
+        return _ready(source, options, _prove(source)).loaded
     loaded = load_checkpoint(
         source,
         map_location=map_location,
@@ -248,20 +251,18 @@ def load_chosen(
     return chosen_part(source.path, loaded, keys)
 
 
-def _ready(source: CheckpointSource, options: _Options) -> _Ready:
-    ready = _why_stock(source, options) or _planned_in_place(source, options)
+def _ready(source: CheckpointSource, options: _Options, scan: PickleScan | str) -> _Ready:
+    ready: _Ready | str
+    if isinstance(scan, str):
+        ready = scan
+    else:
+        reason = why_stock(source, options.map_location, options.weights_only)
+        ready = reason or _planned_in_place(source, options, scan)
     if isinstance(ready, str):
         what = "is in memory once more while its targets are filled" if options.into else "is read as a whole"
         _log.warning("%s %s: %s", source.path, what, ready)
         ready = _planned_with_copy(source, options)
     return ready
-
-
-def _why_stock(source: CheckpointSource, options: _Options) -> str | None:
-    try:
-        return why_stock(source, options.map_location, options.weights_only)
-    except UnsupportedError as error:  # only stock torch.load can tell what is in this pickle
-        return str(error)
 
 
 @contextmanager
@@ -291,8 +292,11 @@ def _load_whole(source: CheckpointSource, options: _Options) -> Any:
         )
 
 
-def _prove(source: CheckpointSource) -> None:
+def _prove(source: CheckpointSource) -> PickleScan | str:
     """Check all of the file but its storages, so that no later error is due to a damaged structure.
+
+    Returns:
+        The scanned pickle, or why only stock torch.load can tell what is in it.
 
     Raises:
         FormatError, ChecksumError: The file is damaged.
@@ -316,13 +320,15 @@ def _prove(source: CheckpointSource) -> None:
                     offset_bytes=entry.header_offset_bytes,
                 )
     try:
-        references = source.summary.references
-    except UnsupportedError:
-        return  # only stock torch.load can tell what is in this pickle
+        scan = source.scan()
+        references = source.summarize(scan).references
+    except UnsupportedError as error:
+        return str(error)
     for reference in references:
         found = entries.get(f"data/{reference.key}")
         if found is None or found.size_bytes != reference.size_bytes:
             raise FormatError(f"pickle and directory disagree on storage {reference.key}", path=source.path)
+    return scan
 
 
 def _require_dict(source: CheckpointSource, options: _Options, loaded: object) -> None:
@@ -348,12 +354,9 @@ class _Ready:
 # --------------------------------------------------------------------------------------------- in place
 
 
-def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | str:
+def _planned_in_place(source: CheckpointSource, options: _Options, scan: PickleScan) -> _Ready | str:
     """Load what has no memory in a target, and plan the rest; or say why that is impossible."""
-    try:
-        root = options.arranged_nodes(source.path, source.scan().root)
-    except UnsupportedError as error:
-        return str(error)
+    root = options.arranged_nodes(source.path, scan.root)
     sizes_bytes = {reference.key: reference.size_bytes for reference in source.summary.references}
     keys = set(sizes_bytes)
 
@@ -372,7 +375,9 @@ def _planned_in_place(source: CheckpointSource, options: _Options) -> _Ready | s
     reason = _load_storages(source, options, storages, wanted, {})
     if reason is not None:
         return reason
-    unread = others.in_place - wanted - _storages_of(root, options.into)
+    unread = others.in_place - wanted
+    if unread:
+        unread -= _storages_of(root, options.into)
     try:
         loaded, meta = _unpickled(source, options, storages, keys, unread)
     except Exception as error:  # noqa: BLE001 - whatever it is, stock torch.load succeeds or has the better message

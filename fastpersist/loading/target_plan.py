@@ -18,7 +18,7 @@ import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -528,21 +528,29 @@ def _plain_storage_key(node: object) -> str | None:
     return None
 
 
+_BRANCHES: Final = frozenset({Call, SymbolicDict, SymbolicSet, PersistentId, list, tuple})
+"""The kinds of nodes that may be, or lead to, a storage."""
+
+
 def storages_below(nodes: Iterable[object]) -> set[str]:
     """Return the keys of all storages that are reached from nodes of a scanned pickle."""
     keys: set[str] = set()
     seen: set[int] = set()
-    stack = list(nodes)
+    stack = [node for node in nodes if type(node) in _BRANCHES]
     while stack:
         node = stack.pop()
+        below: Iterable[object]
         if isinstance(node, PersistentId):
             keys.add(str(node.value[2]))  # type: ignore[index]  # its form was proven with the references
-        elif isinstance(node, (Call, SymbolicDict, SymbolicSet, list, tuple)) and id(node) not in seen:
-            seen.add(id(node))
-            if isinstance(node, Call):
-                stack += [node.function, node.arguments, node.keywords, node.state, node.items, node.entries]
-            elif isinstance(node, SymbolicDict):
-                stack += node.flat
-            else:
-                stack += node.members if isinstance(node, SymbolicSet) else node
+            continue
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Call):
+            below = node.function, node.arguments, node.keywords, node.state, node.items, node.entries
+        elif isinstance(node, SymbolicDict):
+            below = node.flat
+        else:
+            below = node.members if isinstance(node, SymbolicSet) else node  # type: ignore[assignment]
+        stack += [node for node in below if type(node) in _BRANCHES]
     return keys

@@ -487,13 +487,13 @@ class TargetChange(AbstractContextManager["TargetChange"]):
     def __init__(self, path: str, on_touched: Callable[[str], None] | None = None) -> None:
         self._path = path
         self._on_touched = on_touched
-        self._touched: list[str] = []
+        self._touched: dict[str, None] = {}  # in the order of their first change
         self._step_name: str | None = None
 
     def touch(self, key: str) -> None:
         """Note that the target with this key is about to change."""
         if key not in self._touched:
-            self._touched.append(key)
+            self._touched[key] = None
             if self._on_touched is not None:
                 self._on_touched(key)
 

@@ -105,11 +105,32 @@ def python3_name(name: str) -> str:
     return f"{module}.{attribute}"
 
 
+def _rebuild_tensor(
+    storage: torch.storage.TypedStorage,
+    storage_offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    backward_hooks: Any,
+    metadata: Any = None,
+) -> torch.Tensor:
+    """Build a tensor as torch._utils._rebuild_tensor_v2 does, without its look for a FakeTensorMode.
+
+    That takes half of its time, and no tensor that is made in such a mode is used: loads have looked for it before.
+    """
+    tensor: torch.Tensor = torch._utils._rebuild_tensor(storage, storage_offset, size, stride)
+    tensor.requires_grad = requires_grad
+    if metadata:
+        torch._utils.set_tensor_metadata(tensor, metadata)
+    tensor._backward_hooks = backward_hooks
+    return tensor
+
+
 # What the states of most models name, beside the storages of each dtype. None of it runs code of the file.
 _PLAIN_GLOBALS: Final[dict[tuple[str, str], object]] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
 }
 _PLAIN_NAMES: Final = frozenset(".".join(one) for one in _PLAIN_GLOBALS)

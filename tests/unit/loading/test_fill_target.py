@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Network, train
 
 import fastpersist as fp
+from fastpersist.formats.pickle_scan import scan_pickle
+from fastpersist.loading import checkpoint_file
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.fill_target import Wanted, fill_target
 from fastpersist.transfer.reader import read_extents
@@ -52,6 +55,40 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
+
+
+# --- many tensors
+
+
+@pytest.mark.parametrize("more", [{}, {"step": 0}], ids=["tensors", "tensors and values"])
+def test_many_tensors_are_scanned_once_and_wake_no_garbage_collector(
+    more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pt"
+    fp.save({"x": [torch.full((2,), index) for index in range(2_000)], **more}, path)
+    target: dict[str, Any] = {"x": [torch.zeros(2, dtype=torch.int64) for _ in range(2_000)], **more}
+    scans: list[bytes] = []
+
+    def counted(data: bytes) -> object:
+        scans.append(data)
+        return scan_pickle(data)
+
+    monkeypatch.setattr(checkpoint_file, "scan_pickle", counted)
+    collected: list[int] = []
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            collected.append(about["generation"])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        fp.load_into(path, target)
+    finally:
+        gc.callbacks.remove(note)
+    assert torch.equal(torch.stack(target["x"])[:, 1], torch.arange(2_000))
+    assert len(scans) == 1
+    assert len(collected) <= 1  # one may be due before, or after
 
 
 # --- modules

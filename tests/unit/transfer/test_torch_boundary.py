@@ -6,6 +6,7 @@ torch_functions: found and right, or not used. plain_load: resolves plain names,
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -162,6 +163,20 @@ def test_plain_load_gives_what_torch_gives(tmp_path: Path) -> None:
     found = plain_loaded(path)
     assert_same(found, torch.load(path))
     assert found["views"][0].untyped_storage().data_ptr() == found["views"][2].untyped_storage().data_ptr()
+
+
+def test_tensors_are_rebuilt_from_what_torch_rebuilds_them_from() -> None:
+    of_torch = inspect.signature(torch._utils._rebuild_tensor_v2).parameters
+    assert list(inspect.signature(torch_boundary._rebuild_tensor).parameters) == list(of_torch)
+
+
+@pytest.mark.parametrize("make", [torch.conj, torch._neg_view], ids=["conj", "neg"])
+def test_plain_load_keeps_the_metadata_of_tensors(make: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(make(torch.arange(3) + 1j), path)
+    found = plain_loaded(path)
+    assert (found.is_conj(), found.is_neg()) == (make is torch.conj, make is not torch.conj)
+    assert_same(found, torch.load(path))
 
 
 def test_each_use_of_an_empty_storage_has_its_own_dtype(tmp_path: Path) -> None:
