@@ -35,6 +35,7 @@ from fastpersist.formats.pickle_scan import (
     storage_references,
 )
 from fastpersist.formats.split_manifest import PARTS_NAME
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.reader import read_exactly
 
 __all__ = ["CheckpointSource", "open_file"]
@@ -188,7 +189,8 @@ class CheckpointSource:
     @cached_property
     def directory(self) -> torch_zip.Directory:
         """The proven central directory. Raises FormatError or UnsupportedError."""
-        return torch_zip.read_directory(self.read_at, self.size_bytes, path=self.path)
+        with no_garbage_collection():
+            return torch_zip.read_directory(self.read_at, self.size_bytes, path=self.path)
 
     @cached_property
     def pickle(self) -> bytes:
@@ -210,7 +212,8 @@ class CheckpointSource:
             UnsupportedError: Only running its code can tell what it holds.
         """
         try:
-            return scan_pickle(self.pickle)
+            with no_garbage_collection():
+                return scan_pickle(self.pickle)
         except FormatError as error:
             raise FormatError(
                 f"data.pkl is damaged: {error.message}", path=self.path, offset_bytes=error.offset_bytes

@@ -15,6 +15,7 @@ from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.torch_zip import header_damages
 from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.reader import Extents, read_extents
 
 __all__ = [
@@ -186,6 +187,7 @@ class VerifyReport:
         return html_table(f"{self.path}: {said}", ("damage", "tensors"), damages, notes)
 
 
+@no_garbage_collection()
 def inspect_source(source: CheckpointSource) -> Manifest:
     """List what an open file holds; see `fastpersist.inspect`."""
     if source.kind == "safetensors":
