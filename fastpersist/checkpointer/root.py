@@ -33,7 +33,13 @@ from fastpersist.commit.step_listing import (
 )
 from fastpersist.distributed.common_steps import done_by_first
 from fastpersist.distributed.node_local.copies import COMMITTED_NAME
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptionError,
+    NoSpaceError,
+    StorageError,
+)
 from fastpersist.events.delivery import emit, flush, log_of
 from fastpersist.events.log import EventLog
 from fastpersist.formats.manifest import COMMIT_NUMBER_MAX, step_name
@@ -191,7 +197,7 @@ class Root:
         lock_timeout_s: Seconds for which the first save waits if a process of another host holds the lock.
 
     Attributes:
-        path: The directory.
+        path: The directory; once its lock was taken, without links.
         unloadable: Steps that a load could not read although their manifests are whole.
 
     Thread safety: the training thread calls take, release, remove and remove_together; any thread calls the others.
@@ -235,6 +241,7 @@ class Root:
         self._device = os.stat(self.path).st_dev
         timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
         self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
+        self.path = self._root_lock.root  # a link that is changed later would lead to a root that is not locked
         sweep_directories(self.path, _STEP_PATTERN, locks_work=self._root_lock.excludes_others)
         self.forget()
         return made
@@ -344,8 +351,11 @@ class Root:
             among: The steps that the rules see; None for all. A root on a node's own disk may hold parts of steps that
                 were never committed.
         """
+        is_named = False
         try:
-            self._write_latest(step)
+            with suppress(NoSpaceError):  # removals make room
+                self._write_latest(step)
+                is_named = True
             with self._lock:
                 known = self._known()
                 known.pop(step, None)
@@ -357,15 +367,47 @@ class Root:
             )
             return
         self.unloadable.discard(step)
-        for old in steps_to_remove(counted, self._retention):
+        self._remove_unkept(counted)
+        if not is_named:
+            try:
+                self._write_latest(step)
+            except StorageError as error:
+                _log.warning("%s: step %d is saved, but LATEST does not name it: %s", self.path, step, error)
+
+    def make_room(self) -> bool:
+        """Remove the steps that no rule keeps, which a process has left that died after a commit; tell if any went.
+
+        For a save that finds the disk full. The newest step may not be durable yet, so the root is synced first; if it
+        is damaged, all stay. Errors are logged, not raised.
+        """
+        if self._root_lock is None:
+            return False
+        try:
+            with self._lock:
+                known = dict(self._known())
+            if not steps_to_remove(known, self._retention) or self.is_damaged(list(known)[-1]):
+                return False
+            filesystem().sync_directory(self.path)
+        except StorageError as error:
+            _log.warning("%s: the steps that no rule keeps were not removed: %s", self.path, error)
+            return False
+        return self._remove_unkept(known)
+
+    def _remove_unkept(self, committed: Mapping[int, Mapping[str, float]]) -> bool:
+        """Remove the steps that no rule keeps; tell if any went."""
+        removed = False
+        for old in steps_to_remove(committed, self._retention):
             try:
                 with suppress(CheckpointNotFoundError):  # somebody else has removed it
                     if not self._remove_directory(old):
                         continue  # somebody reads it; a later save removes it
+                removed = True
                 with self._lock:
-                    known.pop(old, None)
+                    if self._metrics is not None:
+                        self._metrics.pop(old, None)
             except StorageError as error:
                 _log.warning("%s: step %d, which no rule keeps, could not be removed: %s", self.path, old, error)
+        return removed
 
     def _remove_directory(self, step: int) -> bool:
         """Remove a step, and tell of it; see `commit.removal.remove_directory`."""

@@ -16,6 +16,7 @@ from fastpersist.checkpointer.root import RetentionPolicy, Root
 from fastpersist.checkpointer.step_loader import RANK_KEY
 from fastpersist.checkpointer.step_saver import SaveQueue, StepSave, StepSaver, checked_metrics, step_of
 from fastpersist.commit.directory_commit import committed_path
+from fastpersist.commit.freeing import offer_room
 from fastpersist.distributed.sessions import Session
 from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import ConfigError, PeerError, StorageError
@@ -57,6 +58,7 @@ class StepSaves:
         self._on_error = on_error
         self._metric_looked_for = False
         self.closed = False
+        offer_room(self)
 
     def bind(self, bound: BoundRanks) -> None:
         """Save with these ranks from now on."""
@@ -172,6 +174,7 @@ class StepSaves:
                 StepSave(step, state, rank_state, metrics, overwrite, stats, after, number), together
             )
             self._queue.add(pending)
+            pending.when_finished(lambda: self._look_again_after(pending))
             self._saver.tell_once(state)
             if is_coordinator and not self._metric_looked_for:
                 self._metric_looked_for = True
@@ -188,6 +191,26 @@ class StepSaves:
             self._queue.deliver()
         pending.returned(time.monotonic() - started_s)  # includes what parts of the save have noted
         return pending
+
+    def make_room(self, path: str) -> bool:
+        """Finish the removals that are under way, or else remove the steps that no rule keeps; tell if any went.
+
+        A save that finds the disk full calls this, on the thread that writes.
+
+        Args:
+            path: What is saved; nothing is done for what others save.
+        """
+        if self.closed or not path.startswith(os.path.join(self._root.path, "")):
+            return False
+        if self._saver.await_removals():
+            return True
+        # A node's own root may hold parts of steps that were never committed.
+        return self.bound.stores.node_local is None and self._root.make_room()
+
+    def _look_again_after(self, pending: PendingSave) -> None:
+        """Read the root again after a save that has failed: its step may be there, and only not known to be durable."""
+        if pending.stats.error is not None and not pending.skipped():
+            self._root.forget()
 
     def _committed(
         self,

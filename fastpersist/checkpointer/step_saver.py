@@ -190,6 +190,10 @@ class StepSaver:
             self._known_keys = keys
             self._warn_of(state)
 
+    def await_removals(self) -> bool:
+        """Wait until the steps that are being removed are gone; return False if there are none."""
+        return self._removal_lane.await_idle()
+
     # --- what differs for sharded state
 
     def forget_ranks(self) -> None:

@@ -45,8 +45,8 @@ from typing import Literal
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import close_quietly, filesystem, storage_errors
-from fastpersist.commit.freeing import await_freed, freed_later
-from fastpersist.errors import InternalError, NoSpaceError, StorageError
+from fastpersist.commit.freeing import freed_later, reserve
+from fastpersist.errors import InternalError, StorageError
 
 __all__ = [
     "LEFTOVER_AGE_S",
@@ -305,12 +305,7 @@ class PendingFile:
     def allocate(self, size_bytes: int) -> None:
         """Do step 3; raise NoSpaceError before a byte is written."""
         with saving(self.target.path):
-            try:
-                filesystem().allocate(self.fd, size_bytes, self.path)
-            except NoSpaceError:
-                if not await_freed():
-                    raise
-                filesystem().allocate(self.fd, size_bytes, self.path)
+            reserve(self.fd, size_bytes, self.path)
 
     def publish(self, size_bytes: int, *, durable: bool) -> None:
         """Do steps 4 (from the truncation on) to 6, and close.

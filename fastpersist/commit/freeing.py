@@ -1,4 +1,4 @@
-"""Free the space of a large file that a rename replaces, while the caller goes on.
+"""Free the space of a large file that a rename replaces, while the caller goes on; and make room on a full disk.
 
 The kernel frees a file's blocks and pages when its last name and its last descriptor go: inside of the rename, which
 for a gigabyte takes a tenth of a second and more. Here a descriptor keeps the file until the rename is durable, and a
@@ -9,15 +9,52 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-__all__ = ["await_freed", "freed_later"]
+from fastpersist.commit.filesystem import filesystem
+from fastpersist.errors import NoSpaceError
+
+__all__ = ["MakesRoom", "await_freed", "freed_later", "offer_room", "reserve"]
 
 _LARGE_BYTES = 64 << 20  # less is freed faster than a thread starts
 
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 _freeing: dict[threading.Thread, int | None] = {}  # its descriptor, until it closes that
+
+
+class MakesRoom(Protocol):
+    """Knows what else may go when the disk is full."""
+
+    def make_room(self, path: str) -> bool:
+        """Free what may go in favour of this file; return False if there is nothing."""
+
+
+_makers: weakref.WeakSet[MakesRoom] = weakref.WeakSet()
+
+
+def offer_room(maker: MakesRoom) -> None:
+    """Ask this one, too, when a file finds the disk full, as long as it exists. Thread-safe."""
+    _makers.add(maker)
+
+
+def reserve(fd: int, size_bytes: int, path: str) -> None:
+    """Reserve space for a file; on a full disk, once more when all that may go is gone. Thread-safe.
+
+    Raises:
+        NoSpaceError: The file system is full.
+        StorageError: Any other error of the disk.
+    """
+    try:
+        filesystem().allocate(fd, size_bytes, path)
+    except NoSpaceError:
+        was_freed = await_freed()
+        was_made = any(maker.make_room(path) for maker in list(_makers))
+        if not (was_freed or was_made):
+            raise
+        filesystem().allocate(fd, size_bytes, path)
 
 
 @contextmanager

@@ -389,12 +389,21 @@ class RootLock:
             _log.debug("the owner of the lock is not noted: %s", error)
 
     def is_held(self) -> bool:
-        """Tell whether the directory still has the locked file: somebody may have removed or renamed the root."""
+        """Tell whether the directory still has the locked file: somebody may have removed or renamed the root.
+
+        A lock that is lost is taken again, if nobody else has it: it ends when anything in this process closes another
+        descriptor of the file, such as a copy of the root.
+        """
         try:
-            found = os.lstat(os.path.join(self.root, ROOT_LOCK_NAME))
+            found = os.lstat(self._path)
         except OSError:
             return False
-        return self._fd >= 0 and (found.st_dev, found.st_ino) == self._identity
+        if self._fd < 0 or (found.st_dev, found.st_ino) != self._identity:
+            return False
+        try:
+            return lock_record(self._fd, self._path) is not Lock.BUSY
+        except StorageError:
+            return False  # whoever takes it again is told
 
     def release(self) -> None:
         """Release the lock. May be called again; does nothing in a forked child, which does not hold it."""

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.freeing import reserve
 from fastpersist.dcp.blobs import BLOCK_BYTES, QUANTIZED, SMALL_ALIGNMENT, is_plain, plain_blob
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.errors import StorageError, UnsupportedError
@@ -109,7 +110,7 @@ def write_part(
         ) from error
     places: list[tuple[int, WriteItem]] = []
     try:
-        filesystem().allocate(fd, align_up(_expected_bytes(items), BLOCK_BYTES), shown_path)
+        reserve(fd, align_up(_expected_bytes(items), BLOCK_BYTES), shown_path)
         with Writer(fd, shown_path, engine=engine, poll=poll, sparing=capture is not None) as writer:
             results = _write_items(_BlobStream(writer, capture), items, planner, name, places)
             size_bytes = writer.position

@@ -30,7 +30,7 @@ __all__ = ["Lane", "PendingSave", "SaveStats", "run_in_order"]
 
 _log = logging.getLogger("fastpersist")
 
-_ROOM_FOR_A_STEP = "old steps go only when the new one is durable, so keep=3 needs room for 4"
+_ROOM_FOR_A_STEP = "old steps go only when the new one is durable, so keep=N needs room for N + 1 of them"
 
 
 @dataclass(slots=True)
@@ -488,6 +488,15 @@ class Lane:
             return True
         with self._lock:
             return not self._busy
+
+    def await_idle(self) -> bool:
+        """Wait until the tasks so far are done; return False if there are none. Not from one of them."""
+        if self.is_idle():
+            return False
+        done = threading.Event()
+        self.submit(done.set)
+        done.wait()
+        return True
 
     def _work(self) -> None:
         with self._turn:  # a signal handler during submit() may have started another thread

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.freeing import reserve
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.formats.layout import align_up
 from fastpersist.saving.capture import Capture, Sources
@@ -119,7 +120,7 @@ def write_file(fd: int, path: str, size_bytes: int, write: Callable[[], WrittenF
         NoSpaceError: The file system is full. Found before a byte is written, where it can reserve space.
         StorageError: Any other error of the disk.
     """
-    filesystem().allocate(fd, align_up(size_bytes, BLOCK_BYTES), path)
+    reserve(fd, align_up(size_bytes, BLOCK_BYTES), path)
     written = write()
     filesystem().truncate(fd, size_bytes, path)
     return written

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.freeing import reserve
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.dcp.blobs import is_plain
 from fastpersist.dcp.capture import ShardedCapture
@@ -89,7 +90,7 @@ def make_files(layout: ModelLayout, directory: str, final_path: str) -> None:
         shown_path, size_bytes = os.path.join(final_path, name), layout.size_bytes(file)
         fd = filesystem().create(os.path.join(directory, name))
         try:
-            filesystem().allocate(fd, align_up(size_bytes, BLOCK_BYTES), shown_path)
+            reserve(fd, align_up(size_bytes, BLOCK_BYTES), shown_path)
             filesystem().truncate(fd, size_bytes, shown_path)
         finally:
             os.close(fd)

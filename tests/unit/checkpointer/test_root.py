@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastpersist as fp
+from fastpersist.checkpointer import root as root_module
 from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
 from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.filesystem import Filesystem, using
@@ -90,6 +92,111 @@ def test_step_stays_saved_if_the_upkeep_after_it_fails(tmp_path: Path, caplog: p
     root.after_commit(2, {})
     assert steps_in(tmp_path) == [2]
     assert (tmp_path / "LATEST").read_text() == "step-00000002\n"
+
+
+class FullUntil(Filesystem):
+    """A full disk as long as these steps are there."""
+
+    def __init__(self, root: Path, *steps: int, names: str = "") -> None:
+        self._paths = [root / f"step-{step:08d}" for step in steps]
+        self._names = names
+        self.refused = threading.Event()
+
+    def _require_room(self, path: str) -> None:
+        if any(step.exists() for step in self._paths):
+            self.refused.set()
+            raise fp.NoSpaceError(errno.ENOSPC, f"no space for {path}", path)
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        if not self._names:
+            self._require_room(path)
+        super().allocate(fd, size_bytes, path)
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        if self._names and self._names in path:
+            self._require_room(path)
+        return super().create(path, mode)
+
+
+def test_steps_that_a_dead_process_left_make_room_for_the_first_save(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    with using(FullUntil(tmp_path, 1)), fp.Checkpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.save(4, {"w": torch.ones(3)}).result()
+    assert steps_in(tmp_path) == [3, 4]
+
+
+def test_a_full_disk_removes_no_step_that_a_rule_keeps(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    with using(FullUntil(tmp_path, 1)), fp.Checkpointer(tmp_path, keep=3, on_error="warn") as checkpointer:
+        assert isinstance(checkpointer.save(4, {}).exception(), fp.NoSpaceError)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_a_full_disk_removes_no_step_beside_one_that_no_load_can_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy(keep=1))
+    assert not root.make_room()  # another process may have the lock
+    root.take()
+    root.unloadable.add(2)
+    assert not root.make_room()
+    root.unloadable.clear()
+    assert root.make_room()
+    assert not root.make_room()
+    root.release()
+    assert steps_in(tmp_path) == [2]
+
+
+def test_a_save_that_finds_the_disk_full_waits_for_removals_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_directory = root_module.remove_directory
+    disk = FullUntil(tmp_path, 1)
+
+    def late(path: str) -> bool:
+        assert disk.refused.wait(60)
+        return remove_directory(path)
+
+    with fp.Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result()
+        monkeypatch.setattr(root_module, "remove_directory", late)
+        second = checkpointer.save(2, {"w": torch.ones(3)})
+        second.wait_written()
+        with using(disk):
+            checkpointer.save(3, {"w": torch.ones(3)}).result()
+    assert steps_in(tmp_path) == [3]
+
+
+def test_old_steps_go_where_the_disk_is_too_full_for_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy(keep=1))
+    with using(FullUntil(tmp_path, 1, names="LATEST")):
+        root.after_commit(2, {})
+    assert steps_in(tmp_path) == [2]
+    assert (tmp_path / "LATEST").read_text() == "step-00000002\n"
+    assert not caplog.records
+    with using(FullUntil(tmp_path, 2, names="LATEST")):
+        root.after_commit(2, {})
+    assert "step 2 is saved, but LATEST does not name it" in caplog.text
+
+
+class RootNotSynced(Filesystem):
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+
+    def sync_directory(self, path: str) -> None:
+        if path == self._root:
+            raise fp.StorageError(errno.EIO, f"syncing {path} failed", path)
+        super().sync_directory(path)
+
+
+def test_a_step_that_may_not_be_durable_goes_like_any_other(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {}).result()
+        with using(RootNotSynced(tmp_path)), pytest.raises(fp.StorageError, match="is published, but"):
+            checkpointer.save(2, {}).result()
+        assert checkpointer.steps() == [1, 2]
+        checkpointer.save(3, {}).result()
+    assert steps_in(tmp_path) == [3]
 
 
 def test_step_that_is_read_stays_until_a_later_one_is_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

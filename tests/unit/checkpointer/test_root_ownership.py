@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,58 @@ def test_second_checkpointer_of_one_process_is_refused_until_the_first_is_closed
     second.save(2, STATE)
     second.close()
     assert second.steps() == [1, 2]
+
+
+def test_lock_that_this_process_has_lost_is_taken_again(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path / "run")
+    checkpointer.save(1, STATE).result()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # closing the copied lock file ends the record lock
+    checkpointer.save(2, STATE).result()
+
+    def intrude(report: Report) -> None:
+        with fp.Checkpointer(tmp_path / "run") as second, pytest.raises(fp.ConfigError, match="is being saved to by"):
+            second.save(3, STATE)
+
+    run_in_child(intrude)
+    checkpointer.close()
+
+
+def test_lock_that_another_process_has_meanwhile_is_an_error(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path / "run")
+    checkpointer.save(1, STATE).result()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+    code = (
+        "import sys, fastpersist as fp; c = fp.Checkpointer(sys.argv[1]); c.save(2, {}).result(); "
+        "print(flush=True); sys.stdin.read(1); c.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(fp.ConfigError, match=f"is being saved to by process {other.pid}"):
+            checkpointer.save(3, STATE)
+        other.stdin.close()
+    checkpointer.save(4, STATE).result()
+    checkpointer.close()
+    assert checkpointer.steps() == [1, 2, 4]
+
+
+def test_saves_stay_in_the_root_to_which_a_link_led_first(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with fp.Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(1, {"root": name})
+    (tmp_path / "link").symlink_to("a")
+    with fp.Checkpointer(tmp_path / "link", keep=2) as checkpointer:
+        checkpointer.save(2, {})
+        checkpointer.wait()
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").symlink_to("b")
+        checkpointer.save(3, {})
+    assert fp.Checkpointer(tmp_path / "a").steps() == [2, 3]
+    assert fp.Checkpointer(tmp_path / "b").steps() == [1]
 
 
 def test_root_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
