@@ -60,6 +60,7 @@ from fastpersist.saving.pending_save import PendingSave, SaveStats
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
+from fastpersist.uncopied import Uncopied
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ __all__ = ["Checkpointer"]
 PathLike = str | os.PathLike[str]
 
 
-class Checkpointer:
+class Checkpointer(Uncopied):
     """Save, keep and restore the state of a training run, step by step, in one directory.
 
         ckpt = fp.Checkpointer("runs/a", optimizer=opt, keep=3)

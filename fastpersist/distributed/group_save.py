@@ -46,6 +46,7 @@ from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.torch_boundary import untraced
+from fastpersist.uncopied import Uncopied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -309,7 +310,7 @@ def directory_save_together(
         )
 
 
-class PeerDirectorySave:
+class PeerDirectorySave(Uncopied):
     """A follower's part of a `DirectorySave`; `directory_save_together` makes it. One thread uses it."""
 
     def __init__(self, path: str, group: SaveGroup, *, engine: str) -> None:

@@ -40,6 +40,7 @@ from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
 from fastpersist.transfer.tensor_memory import byte_view
 from fastpersist.transfer.tensor_requests import checked_number
+from fastpersist.uncopied import Uncopied
 
 __all__ = ["RowStats", "RowStore", "RowTicket"]
 
@@ -87,7 +88,7 @@ class RowStats:
         return (self.device_row_count + self.hit_count) / self.row_count if self.row_count else 0.0
 
 
-class RowTicket:
+class RowTicket(Uncopied):
     """Rows that were asked for ahead, by `RowStore.prefetch`: on their way, or waiting for their turn.
 
     Who drops it gives the rows up, as `cancel` does.

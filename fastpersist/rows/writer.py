@@ -58,6 +58,7 @@ from fastpersist.transfer.page_writer import PageWriter, page_tensor
 from fastpersist.transfer.reader import Extents, read_exactly, read_extents
 from fastpersist.transfer.tensor_memory import byte_view, host_tensor
 from fastpersist.transfer.tensor_requests import PendingIO
+from fastpersist.uncopied import Uncopied
 
 __all__ = ["PROGRESS_BYTES", "RowWriter", "write_rows"]
 
@@ -177,7 +178,7 @@ def _combined(crcs: Sequence[int], size_bytes: int) -> int:
     return combined
 
 
-class RowWriter:
+class RowWriter(Uncopied):
     """Writes a table of rows that need not fit into memory. A context manager; one thread uses it.
 
     The table is there when the `with` block ends: whole and durable, with CRCs in a sidecar beside it. Until then, and

@@ -35,6 +35,7 @@ from fastpersist.transfer.arena import Arena, ArenaOfSave
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.progress import Poll
 from fastpersist.transfer.torch_boundary import untraced
+from fastpersist.uncopied import Uncopied
 
 __all__ = ["Alone", "DirectorySave", "PlannedFile", "Publication", "WholeFile"]
 
@@ -170,7 +171,7 @@ class Alone:
         publication.publish()
 
 
-class DirectorySave:
+class DirectorySave(Uncopied):
     """A directory that is being put together. One thread uses it; everything is written on another.
 
     Args:

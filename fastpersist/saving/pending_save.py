@@ -25,6 +25,7 @@ from fastpersist.events.delivery import emit, wake
 from fastpersist.events.event import ENDS, Figure
 from fastpersist.saving.capture import Capture
 from fastpersist.saving.pacing import save_begun, save_over, take_step_times
+from fastpersist.uncopied import Uncopied
 
 __all__ = ["Lane", "PendingSave", "SaveStats", "run_in_order"]
 
@@ -93,7 +94,7 @@ class SaveStats:
 _FIGURES = tuple(name for name in SaveStats.__dataclass_fields__ if name not in ("path", "step", "bytes_by_rank"))
 
 
-class PendingSave:
+class PendingSave(Uncopied):
     """A save that may still be under way. Thread-safe.
 
     Everything may be changed again once `captured`; the result is visible and durable once `done`.

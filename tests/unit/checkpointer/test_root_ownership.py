@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from support.forking import Report, run_in_child
+from support.directories import wait_for_report
+from support.forking import Child, Report, run_in_child
 from support.runs import held_writers, hidden_names, remove_root
 from support.sandbox import become_ordinary_user, open_directory
 from support.training import PATIENCE_S
@@ -79,19 +79,16 @@ def test_lock_that_another_process_has_meanwhile_is_an_error(tmp_path: Path) -> 
     checkpointer.save(1, STATE).result()
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
-    code = (
-        "import sys, fastpersist as fp; c = fp.Checkpointer(sys.argv[1]); c.save(2, {}).result(); "
-        "print(flush=True); sys.stdin.read(1); c.close()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        other.stdout.readline()
+    def intrude(report: Report) -> None:
+        second = fp.Checkpointer(tmp_path / "run")
+        second.save(2, STATE).result()
+        report(2)
+        time.sleep(PATIENCE_S)  # it is killed
+
+    with Child(intrude) as other:
+        wait_for_report(other, 2)
         with pytest.raises(fp.ConfigError, match=f"is being saved to by process {other.pid}"):
             checkpointer.save(3, STATE)
-        other.stdin.close()
     checkpointer.save(4, STATE).result()
     checkpointer.close()
     assert checkpointer.steps() == [1, 2, 4]
