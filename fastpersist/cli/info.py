@@ -10,6 +10,7 @@ import tempfile
 from typing import Any
 
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.errors import ConfigError
 
 __all__ = ["add_parser", "filesystem_name", "run"]
 
@@ -53,6 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings."""
+    if not os.path.isdir(arguments.directory):
+        raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that is asked about")
     found = _find(arguments.directory, start_gpu=arguments.gpu)
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -63,11 +63,21 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_DAMAGED if isinstance(error, CorruptionError) else EXIT_USAGE
     except BrokenPipeError:
         # As in `fastpersist inspect FILE | head`. The interpreter flushes once more at exit: give it a place.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_READER_LEFT
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _drop_output()
+        print_error(f"the output could not be written: {error.strerror}")
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -92,8 +93,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("root", metavar="ROOT", help="the directory of a Checkpointer")
     parser.add_argument("--once", action="store_true", help="print one reading, and end")
     parser.add_argument("--json", action="store_true", help="print JSON, one object per reading")
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between readings (default: 1)")
+    parser.add_argument(
+        "--every", type=_seconds, default=1.0, metavar="S", help="seconds between readings (default: 1)"
+    )
     parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from fastpersist import _native
 from fastpersist.contents.pieces import read_pieces
 from fastpersist.contents.statistics import NATIVE_FLOATS, can_be_widened, in_parts
 from fastpersist.contents.stored import Contents, Stored
+from fastpersist.errors import ConfigError
 from fastpersist.formats.names import is_wanted
 
 __all__ = ["Comparison", "TensorDifference", "compare"]
@@ -144,12 +145,15 @@ def compare(
         on_read: Told the bytes of each batch that was compared.
 
     Raises:
+        ConfigError: Patterns that name nothing in either.
         EndOfFileError, StorageError: See `read_pieces`.
 
     Thread safety: nobody else may use either source meanwhile.
     """
     found = Comparison()
     a, b = (_tensors_in(contents, patterns) for contents in (ours, theirs))
+    if patterns and not (a or b or _has_values(ours, patterns) or _has_values(theirs, patterns)):
+        raise ConfigError(f"neither has a tensor or a value that is named {' or '.join(patterns)}")
     found.only_in_a = [name for name in a if name not in b]
     found.only_in_b = [name for name in b if name not in a]
     shared = [name for name in a if name in b]
@@ -172,6 +176,11 @@ def compare(
 def _tensors_in(contents: Contents, patterns: Sequence[str]) -> dict[str, Stored | None]:
     everything: dict[str, Stored | None] = {**contents.tensors, **dict.fromkeys(contents.unreadable)}
     return {name: tensor for name, tensor in everything.items() if is_wanted(name, patterns)}
+
+
+def _has_values(contents: Contents, patterns: Sequence[str]) -> bool:
+    names = (*contents.values, *_as_values(contents.metadata or {}))
+    return any(is_wanted(name, patterns) for name in names)
 
 
 def _unlike(one: Stored | None, other: Stored | None) -> bool:

@@ -66,10 +66,13 @@ class Statistics:
             self._squares += float(values.square().sum())
             return
         if not values.dtype.is_floating_point:
-            if values.dtype is not torch.uint64:
-                values = values.to(torch.int64)
             doubles = values.double()
-            low, high = values.amin().item(), values.amax().item()
+            shift = 0
+            if values.dtype is torch.uint64:  # torch finds no smallest one; with the other sign bit they are in order
+                shift = 1 << 63
+                values = values.view(torch.int64) ^ -shift
+            values = values.to(torch.int64)
+            low, high = values.amin().item() + shift, values.amax().item() + shift
             self._add_finite(len(values), low, high, float(doubles.sum()), float(doubles.square().sum()))
             return
         name = NATIVE_FLOATS.get(values.dtype)

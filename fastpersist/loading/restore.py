@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fastpersist.errors import ConfigError, FastPersistError, FormatError, UnsupportedError
+from fastpersist.errors import ConfigError, FormatError, UnsupportedError
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import Call, PickleScan, SymbolicDict
 from fastpersist.formats.torch_zip import header_leads_to
@@ -76,6 +75,7 @@ from fastpersist.loading.unpickle import (
     refuse_disguised,
     require_checksums,
     storages_to_fill,
+    torch_errors,
     unpickle_while_reading,
     why_stock,
 )
@@ -265,23 +265,8 @@ def _ready(source: CheckpointSource, options: _Options, scan: PickleScan | str) 
     return ready
 
 
-@contextmanager
-def _torch_errors(path: str, weights_only: bool) -> Iterator[None]:
-    """Raise FormatError for damage that only torch finds: its zip reader looks at fields that we do not use."""
-    try:
-        yield
-    except FastPersistError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        # Other RuntimeErrors come from devices and memory, and a ValueError may come from a class in the file.
-        is_reader = any(word in str(error) for word in ("PytorchStreamReader", "inline_container", "hasRecord"))
-        if not (is_reader or isinstance(error, UnicodeDecodeError) or (weights_only and isinstance(error, ValueError))):
-            raise
-        raise FormatError(f"torch cannot read the archive: {error}", path=path) from error
-
-
 def _load_whole(source: CheckpointSource, options: _Options) -> Any:
-    with _torch_errors(source.path, options.weights_only):
+    with torch_errors(source, options.weights_only):
         return load_checkpoint(
             source,
             map_location=options.map_location,
@@ -510,7 +495,7 @@ def _unpickled(
     meta = {key: new_storage(size_bytes, torch.device("meta")) for key, size_bytes in sizes.items()}
     extents = Extents()
     headers = LocalHeaders(source, keys - unread, extents)
-    with _torch_errors(source.path, options.weights_only):
+    with torch_errors(source, options.weights_only):
         loaded = unpickle_while_reading(
             source,
             {**meta, **storages},

@@ -21,14 +21,21 @@ import itertools
 import logging
 import mmap
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
 
 import torch
 
 from fastpersist import _native
-from fastpersist.errors import ChecksumError, ConfigError, FormatError, InternalError, UnsupportedError
+from fastpersist.errors import (
+    ChecksumError,
+    ConfigError,
+    FastPersistError,
+    FormatError,
+    InternalError,
+    UnsupportedError,
+)
 from fastpersist.formats import safetensors as safetensors_format
 from fastpersist.formats.layout import LOCAL_HEADER_BYTES
 from fastpersist.formats.pickle_scan import StorageReference
@@ -440,8 +447,33 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, weights_only: bool) -> Any:
     _log.info("stock torch.load reads %s: %s", source.path, why)
-    with source.open_whole() as file:
+    runs_no_code = weights_only and not callable(map_location)
+    with source.open_whole() as file, torch_errors(source, runs_no_code, why):
         return stock_load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+
+
+@contextlib.contextmanager
+def torch_errors(source: CheckpointSource, runs_no_code: bool, why: str = "") -> Iterator[None]:
+    """Raise FormatError for damage of an archive that torch finds: its zip reader looks at fields that we do not use.
+
+    Args:
+        source: The file.
+        runs_no_code: No class in the file, and no function of the caller, can raise a ValueError.
+        why: Why torch reads the file.
+    """
+    try:
+        yield
+    except FastPersistError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        # Other RuntimeErrors come from devices and memory.
+        is_reader = any(word in str(error) for word in ("PytorchStreamReader", "inline_container", "hasRecord"))
+        if source.kind != "torch_zip" or not (
+            is_reader or isinstance(error, UnicodeDecodeError) or (runs_no_code and isinstance(error, ValueError))
+        ):
+            raise
+        said = f"torch cannot read the archive: {error}"
+        raise FormatError(f"{said} ({why})" if why else said, path=source.path) from error
 
 
 def _load_mapped(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> Any:

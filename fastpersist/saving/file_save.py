@@ -123,7 +123,13 @@ class FileOptions:
         return container_for(obj, path, checksum=self.checksum, file_format=self.file_format, metadata=self.metadata)
 
     def target(self, path: str) -> Target:
-        """Make the directories above if that is asked for, and find out what the file replaces."""
+        """Make the directories above if that is asked for, and find out what the file replaces.
+
+        Raises:
+            ConfigError: The path ends like one of a directory.
+        """
+        if not os.path.basename(path):
+            raise ConfigError(f"{path} names a directory: a checkpoint is saved to a file, or by a Checkpointer")
         if self.make_parents:
             make_directories(os.path.dirname(os.path.abspath(path)))
         return resolve_target(path, replace_links=self.replace_links)

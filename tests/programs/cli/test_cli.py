@@ -52,6 +52,15 @@ def test_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 141
 
 
+def test_output_that_cannot_be_written_is_an_error_line(tmp_path: Path) -> None:
+    fp.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    command = [sys.executable, "-m", "fastpersist", "inspect", str(tmp_path / "x.pt")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "fastpersist: error: the output could not be written: No space left on device\n"
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

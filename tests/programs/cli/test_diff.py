@@ -85,6 +85,14 @@ def test_only_one_part(tmp_path: Path) -> None:
     assert run(tmp_path, a, b, "opt*") == 1
 
 
+@pytest.mark.parametrize("glob", ["w", "step", "metadata*"])
+def test_a_name_that_nothing_has_is_trouble(glob: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, {"w": torch.ones(1), "step": 1}, {"w": torch.ones(1), "step": 1}, glob) == 2 * (
+        glob == "metadata*"
+    )
+    assert ("neither has a tensor or a value" in capsys.readouterr().err) == (glob == "metadata*")
+
+
 def test_step_and_safetensors(tmp_path: Path) -> None:
     with fp.Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(1, {"w": torch.ones(2)})

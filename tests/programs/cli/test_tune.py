@@ -235,7 +235,8 @@ def test_file_is_written_where_the_library_finds_it(disk: Path, capsys: pytest.C
     assert found["rounds"][0][0]["settings"] == {}
     assert found["run_count"] >= 12
     assert found["size_bytes"] == MIB
-    assert found["default_engine"] == fp.save([torch.ones(9)], disk / "a.pt").engine
+    engine = found["settings"].get("engine", found["default_engine"])
+    assert engine == fp.save([torch.ones(9)], disk / "a.pt").engine
     assert os.listdir(disk) == ["a.pt"]
 
 

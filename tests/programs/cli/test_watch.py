@@ -120,6 +120,13 @@ def test_missing_root_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "listing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "x"])
+def test_readings_are_some_seconds_apart(seconds: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["watch", str(root), "--every", seconds])
+    assert "--every" in capsys.readouterr().err
+
+
 def test_without_a_terminal_lines_come_until_the_reader_leaves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     done = threading.Event()

@@ -82,6 +82,15 @@ def test_whole_numbers_of_64_bits_are_exact(tmp_path: Path) -> None:
     assert (one.min, one.max) == (-(2**62) - 1, 2**62 + 1)
 
 
+@pytest.mark.parametrize("values", [[1, 2], [0, 2**64 - 1], [2**63 - 1, 2**63], [2**63 + 5]])
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_unsigned_numbers_of_64_bits_are_exact(values: list[int], shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensor = torch.tensor([value - (value >> 63 << 64) for value in values]).view(torch.uint64).view(shape)
+    one = statistics_of(tmp_path / "a.pt", {"w": tensor})["w"]
+    assert (one.min, one.max) == (min(values), max(values))
+    assert one.mean == pytest.approx(sum(values) / len(values))
+
+
 def test_each_tensor_has_figures_even_without_elements(tmp_path: Path) -> None:
     tensors = {"first": torch.empty(0), "w": torch.ones(2), "middle": torch.empty(0, 3), "last": torch.empty(0)}
     found = statistics_of(tmp_path / "a.pt", tensors)

@@ -10,6 +10,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -363,6 +364,29 @@ def test_small_record_that_is_missing_means_what_it_means_to_torch(record: str, 
     fp.save({"a": torch.ones(3), "b": torch.arange(9)[1:]}, path)
     write_records(path, {n: d for n, d in read_records(path).items() if n != f"model/{record}"})
     assert outcome(lambda: fp.load(path)) == outcome(lambda: torch.load(path))
+
+
+@pytest.mark.parametrize(("place", "value"), [(46, 0xFF), (8, 1), (10, 99)], ids=["name", "flags", "method"])
+def test_damage_of_a_directory_that_torch_finds_is_a_format_error(place: int, value: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    fp.save({"w": torch.ones(100)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.rfind(b"PK\1\2") + place] = value
+    path.write_bytes(data)
+    for load in (fp.load, partial(fp.load, keys=["w"]), partial(fp.load, map_location={"cpu": "cpu"})):
+        with pytest.raises(fp.FormatError, match="torch cannot read the archive") as caught:
+            load(path)
+        assert str(path) in str(caught.value)
+
+
+def test_an_error_of_a_map_location_stays_what_it_is(tmp_path: Path) -> None:
+    def refuse(storage: object, location: str) -> object:
+        raise ValueError("no such place")
+
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="no such place") as caught:
+        fp.load(tmp_path / "x.pt", map_location=refuse)
+    assert not isinstance(caught.value, fp.FastPersistError)
 
 
 def test_file_object_is_torchs(tmp_path: Path) -> None:

@@ -112,6 +112,14 @@ def test_several_ranks_do_not_write_in_place(tmp_path: Path, reason: str) -> Non
         torch.serialization._serialization_tls.skip_data = False
 
 
+def test_a_path_that_ends_like_a_directory_is_refused(tmp_path: Path) -> None:
+    for path in (f"{tmp_path}/", f"{tmp_path}/new/"):
+        for save in (fp.save, fp.save_async):
+            with pytest.raises(fp.ConfigError, match="names a directory"):
+                save({}, path, make_parents=True)
+    assert not (tmp_path / "new").exists()
+
+
 def test_options_that_are_no_bools_are_refused() -> None:
     for name in ("durable", "checksum", "replace_links", "make_parents", "in_place"):
         with pytest.raises(fp.ConfigError, match=name):
