@@ -35,6 +35,8 @@ _REFUSED = frozenset(
     __ilshift__ __irshift__ __ipow__""".split()
 )
 
+_ADDRESSES = frozenset(name for name in dir(torch.Tensor) if name.endswith("data_ptr"))
+
 
 class _Unbound:
     """What both classes do; the instance's `_weight` says which weight it is."""
@@ -71,6 +73,8 @@ class _Unbound:
             for each in tree_leaves((changed, kwargs.get("out"))):
                 if isinstance(each, _Unbound):
                     _refuse(name, each._weight)
+            if name in _ADDRESSES and not unbound[0]._weight.owner.is_inside():
+                _refuse(name, unbound[0]._weight)  # the memory would be gone before anybody looked there
             if func is torch.Tensor.detach:
                 return args[0]  # it never requires a gradient
             values = {id(each): each._weight.owner.read_on_demand(each._weight) for each in unbound}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.streamed_models import expect_same, least_budget, loaded_whole, on_meta, save_weights
 
 import fastpersist as fp
@@ -20,6 +21,24 @@ def test_data_is_refused_since_a_change_through_it_would_be_lost(tmp_path: Path)
             model[0].weight.data += 1  # as peft merges an adapter
         with pytest.raises(fp.ConfigError, match=r"0\.weight"):
             model[0].weight.data.clone()
+
+
+def test_an_address_is_refused_where_its_memory_would_not_last(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
+
+    path = save_weights(build(), tmp_path / "model.safetensors")
+    model = on_meta(build())
+    seen: list[bool] = []
+    with torch.no_grad(), fp.stream(model, path, budget_bytes=least_budget(lambda: on_meta(build()), path)):
+        last = model[3].weight
+        with pytest.raises(ConfigError, match=r"data_ptr needs the values of 3\.weight"):
+            last.data_ptr()
+        with pytest.raises(ConfigError, match=r"data_ptr needs the values of 3\.bias"):
+            save_file({"bias": model[3].bias}, tmp_path / "out.safetensors")
+        model[0].register_forward_pre_hook(lambda *_: seen.append(last.data_ptr() == last.detach().data_ptr()))
+        model(torch.ones(1, 300))
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("budget_bytes", [None, "200MiB"])
