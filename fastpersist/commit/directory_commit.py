@@ -154,7 +154,13 @@ class PendingDirectory:
     def _make(cls, path: str, final_path: str, mode: int | None) -> PendingDirectory | None:
         """Try step 2; return None if a sweeper was faster."""
         manifest_path = os.path.join(path, MANIFEST_NAME)
-        filesystem().make_directory(path, 0o777 if mode is None else 0o700)
+        try:
+            filesystem().make_directory(path, 0o777 if mode is None else 0o700)
+        except StorageError:
+            raise
+        except BaseException:  # such as Ctrl-C right after the system call
+            remove_quietly(path)
+            raise
         pending = None
         kept = False
         try:
@@ -365,6 +371,11 @@ class PendingDirectory:
         if status is None or (status.st_dev, status.st_ino) == self._identity:
             remove_quietly(self.path, let_go=self._close_in_abort)
         self._close_in_abort()
+
+    def __del__(self) -> None:
+        # Ctrl-C, or another exception out of nowhere, came before anybody owned it.
+        if hasattr(self, "_directories"):  # the last attribute of a whole one
+            self.abort()
 
     def _close_in_abort(self) -> None:
         with errors_in_log():

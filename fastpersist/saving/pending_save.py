@@ -11,11 +11,13 @@ that the save which began last is what stays.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,8 +114,8 @@ class PendingSave(Uncopied):
         self._path = path
         self._captures: list[Capture] = []
         self._stats = stats
-        self._finished = threading.Event()
-        self._written = threading.Event()
+        self._finished = _Latch()
+        self._written = _Latch()
         self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._cancelled: BaseException | None = None
@@ -442,6 +444,38 @@ class PendingSave(Uncopied):
         return f"<PendingSave of {self._path}: {state}>"
 
 
+class _Latch:
+    """An event that is set once, whose waiters may be interrupted at any moment.
+
+    Ctrl-C while a threading.Event begins to wait can leave its lock locked for ever, so that nobody can set it.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._locked_until_set = threading.Lock()
+        self._locked_until_set.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        with suppress(RuntimeError):  # it was set before
+            self._locked_until_set.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it is set, after `timeout` seconds at most."""
+        end_s = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                break
+            # Not for ever: a waiter that is interrupted right here does not let the next one go.
+            if self._locked_until_set.acquire(timeout=min(left_s, 1.0)):
+                self._locked_until_set.release()
+        return self._is_set
+
+
 # ------------------------------------------------------------------------------------------- the threads that write
 
 
@@ -460,7 +494,8 @@ class Lane:
         self._lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
         self._turn = threading.Lock()
         self._tasks: deque[Callable[[], None]] = deque()
-        self._busy = False
+        self._is_running = False
+        self._worker: threading.Thread | None = None  # which runs them, or is about to
         self._process = os.getpid()
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -469,11 +504,11 @@ class Lane:
             self._reset()  # in a forked child: the line, and its thread, are the parent's
         with self._lock:
             self._tasks.append(task)
-            if self._busy:
+            # One that Ctrl-C has kept from being started is not alive.
+            if self._worker is not None and self._worker.is_alive():
                 return
-            self._busy = True
-        # Not a daemon: the interpreter waits for it, so a save that is under way is finished.
-        thread = threading.Thread(target=self._work, name=self._name, daemon=False)
+            # Not a daemon: the interpreter waits for it, so a save that is under way is finished.
+            thread = self._worker = threading.Thread(target=self._work, name=self._name, daemon=False)
         try:
             # In atexit handlers the interpreter does not wait for threads any more, or lets none start.
             if threading.main_thread().is_alive():
@@ -488,7 +523,7 @@ class Lane:
         if self._process != os.getpid():
             return True
         with self._lock:
-            return not self._busy
+            return not (self._is_running or self._tasks)
 
     def await_idle(self) -> bool:
         """Wait until the tasks so far are done; return False if there are none. Not from one of them."""
@@ -500,11 +535,12 @@ class Lane:
         return True
 
     def _work(self) -> None:
-        with self._turn:  # a signal handler during submit() may have started another thread
+        with self._turn:  # there may be two threads for a moment
             while True:
                 with self._lock:
+                    self._is_running = bool(self._tasks)
                     if not self._tasks:
-                        self._busy = False
+                        self._worker = None
                         return
                     task = self._tasks.popleft()
                 try:

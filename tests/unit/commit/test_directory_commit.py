@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -544,6 +545,25 @@ def test_interrupt_right_after_the_exchange_leaves_the_old_one_to_the_sweep(tmp_
     (old,) = hidden(tmp_path)
     assert step_in(old) == 1  # nothing has synced the exchange: it may be all that a power failure leaves
     assert sweep_directories(str(tmp_path), NAME) == [str(old)]
+
+
+def test_interrupt_right_after_a_directory_was_made_leaves_nothing(tmp_path: Path, leak_check: None) -> None:
+    class Interrupted(Filesystem):
+        def make_directory(self, path: str, mode: int = 0o777) -> None:
+            super().make_directory(path, mode)
+            raise KeyboardInterrupt
+
+    with using(Interrupted()), pytest.raises(KeyboardInterrupt):
+        begin(tmp_path / NAME)
+    assert os.listdir(tmp_path) == []
+
+
+def test_pending_directory_that_nobody_owns_goes(tmp_path: Path, leak_check: None) -> None:
+    pending = begin(tmp_path / NAME)
+    assert len(hidden(tmp_path)) == 1
+    del pending
+    gc.collect()
+    assert os.listdir(tmp_path) == []
 
 
 def test_forked_child_has_no_part_in_its_parents_directory(tmp_path: Path, leak_check: None) -> None:

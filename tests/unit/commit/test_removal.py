@@ -102,7 +102,7 @@ def test_live_directory_is_left_alone_and_keeps_its_lock(tmp_path: Path) -> None
 
 def test_killed_writer_leaves_a_dead_directory_even_while_its_forked_child_lives(tmp_path: Path) -> None:
     def work(report: Report) -> None:
-        begin(tmp_path / NAME)
+        _held = begin(tmp_path / NAME)
         worker = os.fork()
         if worker == 0:
             signal.pause()

@@ -33,7 +33,7 @@ from support.training import (
 import fastpersist as fp
 from fastpersist.commit.filesystem import filesystem, using
 from fastpersist.saving import capture, file_save
-from fastpersist.saving.pending_save import PendingSave, SaveStats
+from fastpersist.saving.pending_save import PendingSave, SaveStats, _Latch
 from fastpersist.transfer.arena import Arena
 
 adam = functools.partial(torch.optim.Adam, lr=0.1)
@@ -474,3 +474,30 @@ def test_log_of_a_failed_save_names_path_and_error(tmp_path: Path, caplog: pytes
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert str(tmp_path / "state.pt") in record.getMessage()
     assert "NoSpaceError" in record.getMessage()
+
+
+# --- latches
+
+
+def test_a_latch_lets_all_go_once_it_is_set() -> None:
+    latch = _Latch()
+    assert not latch.wait(0.001)
+    ended: list[bool] = []
+    waiters = [threading.Thread(target=lambda: ended.append(latch.wait(PATIENCE_S))) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    latch.set()
+    latch.set()
+    for waiter in waiters:
+        waiter.join(PATIENCE_S)
+    assert (ended, latch.is_set(), latch.wait(0)) == ([True] * 3, True, True)
+
+
+def test_a_waiter_that_is_interrupted_before_it_lets_the_next_one_go_holds_up_nobody() -> None:
+    latch = _Latch()
+    ended: list[bool] = []
+    waiter = threading.Thread(target=lambda: ended.append(latch.wait(PATIENCE_S)))
+    waiter.start()
+    latch._is_set = True  # the waiter that got the lock has gone, and never releases it
+    waiter.join(PATIENCE_S)
+    assert ended == [True]

@@ -54,6 +54,25 @@ def test_a_task_that_raises_does_not_hold_up_those_behind(caplog: pytest.LogCapt
     assert "did not catch its own error" in caplog.text
 
 
+def test_a_task_whose_thread_was_not_started_runs_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    lane = Lane("line")
+    ran: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lane.submit(lambda: ran.append(1))
+    assert not lane.is_idle()
+    assert lane.await_idle()
+    assert ran == [1]
+    lane.submit(lambda: ran.append(2))
+    lane.await_idle()
+    assert not lane.await_idle()
+    assert ran == [1, 2]
+
+
 def test_every_task_of_many_threads_runs_once_and_alone() -> None:
     lane = Lane("line")
     inside = 0
