@@ -22,8 +22,8 @@ import torch
 
 from fastpersist import _native
 from fastpersist.arguments import byte_count, local_path
-from fastpersist.commit.filesystem import storage_errors
-from fastpersist.errors import ConfigError, FastPersistError, InternalError
+from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.errors import ConfigError, FastPersistError, InternalError, StorageError
 from fastpersist.rows.ahead import ahead
 from fastpersist.rows.device_rows import (
     CachedRows,
@@ -151,7 +151,8 @@ class RowStore:
     I/O, past the page cache, unless most of a table is in the page cache when it is opened.
 
     A table must not change while it is open: what is changed in place is found by the next request, which fails. A new
-    version belongs into a new file that is renamed over the old one; the store goes on with the old one.
+    version belongs into a new file that is renamed over the old one; the store goes on with the old one. A forked child
+    cannot, unless it used the store before: its requests fail.
 
     Args:
         source: A .npy file, a safetensors file, a raw file (with `shape` and `dtype`), or a list of pieces joined by
@@ -203,6 +204,7 @@ class RowStore:
         self._lock = threading.Lock()
         self._native: _native.RowStore | None = None
         self._fds: list[int] = []
+        self._facts: list[tuple[int, ...]] = []  # of the files, as they were opened first
         self._closed = True
         given: Any = source
         if hasattr(given, "__next__"):  # it could be read once only
@@ -252,6 +254,7 @@ class RowStore:
             for piece in self._rows.pieces:
                 with storage_errors("opening", piece.path):
                     fds.append(os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC))
+            self._refuse_other_files(fds)
             ladder = _ladder(self._engine, fds)
             native = _native.RowStore(
                 pieces=[
@@ -277,6 +280,20 @@ class RowStore:
             _native.close_in_forked_child(fd)
         announce_engine(self._path, self._engine, native.engine, native.demotions)
         return native
+
+    def _refuse_other_files(self, fds: Sequence[int]) -> None:
+        """Refuse files that are not those of the first opening: where their rows lie is not known."""
+        pieces = self._rows.pieces
+        facts = [_facts_of(filesystem().status(fd, piece.path)) for fd, piece in zip(fds, pieces, strict=True)]
+        self._facts = self._facts or facts
+        for piece, before, now in zip(pieces, self._facts, facts, strict=True):
+            if now != before:
+                raise StorageError(
+                    None,
+                    f"{piece.path} was replaced or changed since it was opened as a table of rows, and this process, "
+                    "which was forked after that, has to open it anew; open the table again",
+                    piece.path,
+                )
 
     # --- rows
 
@@ -703,6 +720,11 @@ def _as_absolute(source: Source) -> Source:
         os.path.abspath(piece) if isinstance(piece, str | os.PathLike) else (os.path.abspath(piece[0]), piece[1])
         for piece in source
     ]
+
+
+def _facts_of(status: os.stat_result) -> tuple[int, ...]:
+    """Return what tells a file from another one, and from what it was before a change."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -117,6 +118,46 @@ def test_a_child_that_finds_no_file_says_so(path: Path, tmp_path: Path, rows: to
 
         run_in_child(work)
         assert torch.equal(store.gather([1]), rows[[1]])
+
+
+@pytest.mark.parametrize("change", ["rename", "in place"])
+def test_a_child_refuses_a_file_that_is_another_by_now(change: str, tmp_path: Path, rows: torch.Tensor) -> None:
+    first, second, new = (tmp_path / name for name in ("first.npy", "second.npy", "new.npy"))
+    for path in (first, second, new):
+        write_rows(path, rows)
+    with RowStore([first, second]) as store:
+        if change == "rename":
+            os.utime(new, ns=(second.stat().st_atime_ns, second.stat().st_mtime_ns))  # all but the file is the same
+            os.replace(new, second)
+        else:
+            os.utime(second, ns=(1, 1))
+
+        def work(_report: object) -> None:
+            before = sorted(os.listdir("/proc/self/fd"))
+            for _ in range(2):
+                with pytest.raises(StorageError, match=r"second\.npy was replaced or changed") as failure:
+                    store.gather([1])
+                assert failure.value.filename == str(second)
+                with pytest.raises(StorageError, match="open the table again"):
+                    store.prefetch([1])
+            assert sorted(os.listdir("/proc/self/fd")) == before
+
+        run_in_child(work)
+
+
+def test_a_child_that_has_used_the_store_goes_on_with_the_old_file(tmp_path: Path, rows: torch.Tensor) -> None:
+    path, new = tmp_path / "table.npy", tmp_path / "new.npy"
+    write_rows(path, rows)
+    write_rows(new, torch.zeros_like(rows))
+    with RowStore(path) as store:
+
+        def work(_report: object) -> None:
+            store.gather([1])
+            os.replace(new, path)
+            assert torch.equal(store.gather(MANY), rows[MANY])
+
+        run_in_child(work)
+        assert torch.equal(store.gather(MANY), rows[MANY])
 
 
 def test_workers_of_a_loader_gather(path: Path, rows: torch.Tensor) -> None:
