@@ -191,7 +191,8 @@ std::shared_ptr<RowRequest> RowStore::Start(std::span<const int64_t> ids, std::b
     SortByPosition(missing);
     Plan(request, missing);
   }
-  const bool reads_here = !request->reads.empty() && request->reads.size() <= kFewReads;
+  // Who asks ahead goes on at once.
+  const bool reads_here = request->reads.size() <= kFewReads && !request->is_registered();
   if (!request->reads.empty()) {
     std::unique_ptr<RowReader> reader = reads_here ? LeaseReader() : nullptr;
     if (reader != nullptr) {

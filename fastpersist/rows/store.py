@@ -243,6 +243,7 @@ class RowStore:
         self._on_device: dict[torch.device, DeviceRows] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._device_row_count = 0
+        self._count_lock = threading.Lock()  # guards that number
         self._open(self._cache_bytes)
         self._closed = False
         _open_stores.add(self)
@@ -503,6 +504,9 @@ class RowStore:
 
     def _opened(self) -> _native.RowStore:
         """Return the native side; in a forked child, open the files anew first."""
+        native = self._native  # without the lock, which is held while a request made ahead copies cached rows
+        if native is not None and not self._closed:
+            return native
         with self._lock:
             return self._opened_alone()
 
@@ -514,6 +518,7 @@ class RowStore:
 
     def _forget_parent(self) -> None:
         self._lock = threading.Lock()  # the parent's may be held, and nobody here would release it
+        self._count_lock = threading.Lock()
         self._native = None
         self._fds = []  # closed already
         self._under_way = {}
@@ -538,7 +543,7 @@ class RowStore:
         if kept is None:
             return ids, None
         split = kept.split(ids)
-        with self._lock:
+        with self._count_lock:
             self._device_row_count += ids.numel() - split.other_ids.numel()
         return split.other_ids, split
 

@@ -114,6 +114,8 @@ def test_an_error_of_a_packed_table_names_the_id_and_not_the_position(path: Path
 def test_a_file_that_changes_in_place_is_an_error(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path, cache_bytes="1MiB") as store:
         ticket = store.prefetch([5])
+        assert ticket._request is not None
+        assert ticket._request.wait()
         assert torch.equal(store.gather([1, 2]), rows[[1, 2]])
         with open(path, "r+b") as file:
             file.seek(4096 + 512)

@@ -92,6 +92,23 @@ def test_a_result_waits_no_longer_than_its_timeout(store: RowStore, rows: torch.
     assert torch.equal(ticket.result(), rows[MANY])
 
 
+def test_few_reads_that_are_asked_for_ahead_are_not_waited_for(store: RowStore, rows: torch.Tensor) -> None:
+    with slow(1500):
+        ticket = store.prefetch(MANY[:10])
+        assert not ticket.done()
+    assert torch.equal(ticket.result(), rows[MANY[:10]])
+
+
+def test_a_gather_needs_no_lock_that_a_request_made_ahead_holds(store: RowStore, rows: torch.Tensor) -> None:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(store.gather([7])))
+    with store._lock:
+        thread.start()
+        thread.join(60)
+        assert torch.equal(found[0], rows[[7]])
+    thread.join()
+
+
 def test_a_cancelled_ticket_has_no_rows(store: RowStore) -> None:
     with slow(50):
         ticket = asked(store)
