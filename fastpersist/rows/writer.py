@@ -162,12 +162,13 @@ class _Stream:
         if end_bytes <= self._reserved_bytes:
             return
         step_bytes = min(max(self._reserved_bytes, _RESERVED_BYTES_MIN), _RESERVED_BYTES_MAX)
-        self._reserved_bytes = max(end_bytes, self._reserved_bytes + step_bytes)
+        wanted_bytes = max(end_bytes, self._reserved_bytes + step_bytes)
         try:
-            self._reserve(self._reserved_bytes)
+            self._reserve(wanted_bytes)
         except NoSpaceError:
-            self._reserved_bytes = end_bytes  # the disk is nearly full; the table may still fit
-            self._reserve(end_bytes)
+            wanted_bytes = end_bytes  # the disk is nearly full; the table may still fit
+            self._reserve(wanted_bytes)
+        self._reserved_bytes = wanted_bytes
 
 
 def _combined(crcs: Sequence[int], size_bytes: int) -> int:

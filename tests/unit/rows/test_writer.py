@@ -23,6 +23,7 @@ from support.row_tables import hidden_files, make_rows, read_rows
 from support.specimens import DTYPES
 
 import fastpersist as fp
+from fastpersist.commit.file_commit import PendingFile
 from fastpersist.errors import ChecksumError, ConfigError, NoSpaceError, StorageError
 from fastpersist.formats import npy, safetensors
 from fastpersist.rows import writer as writer_module
@@ -30,6 +31,7 @@ from fastpersist.rows.opening import open_rows
 from fastpersist.rows.sidecar import CHUNK_BYTES, sidecar_path
 from fastpersist.rows.verification import verify_rows
 from fastpersist.rows.writer import RowWriter, write_rows
+from fastpersist.transfer.page_writer import PageWriter
 
 WIDTH = 160  # 640 bytes: rows that straddle pages, chunks and buffers
 ROW_BYTES = 4 * WIDTH
@@ -440,6 +442,33 @@ def test_a_failed_write_fails_the_table_and_keeps_what_is_durable(
         _native.clear_fault_plan()
     with int32_writer(path, resume=True) as writer:
         assert writer.row_count >= 2 * CHUNK_BYTES // ROW_BYTES
+        writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
+    expect_table(path, 20_000)
+
+
+def test_a_full_disk_leaves_all_rows_that_it_had_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.npy"
+    room_bytes = 4096 + 5 * CHUNK_BYTES  # the last note while rows are written is of four chunks
+    allocate, write_async = PendingFile.allocate, PageWriter.write_async
+
+    def full() -> None:
+        raise NoSpaceError(28, "full", str(path))
+
+    def allocate_here(pending: PendingFile, size_bytes: int) -> None:
+        allocate(pending, size_bytes) if size_bytes <= room_bytes else full()
+
+    def write_here(file: PageWriter, data: torch.Tensor, offset_bytes: int) -> Any:
+        if offset_bytes + data.numel() > room_bytes:
+            return SimpleNamespace(wait=full)
+        return write_async(file, data, offset_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PendingFile, "allocate", allocate_here)
+        patched.setattr(PageWriter, "write_async", write_here)
+        with pytest.raises(NoSpaceError, match="full"), int32_writer(path, resume=True) as writer:
+            writer.append(make_rows(20_000, WIDTH))
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 5 * CHUNK_BYTES // ROW_BYTES
         writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
     expect_table(path, 20_000)
 
