@@ -67,6 +67,9 @@ class RowCache {
   // Whether the use by a batch can be noted: 32 batches ahead can.
   bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && batch - read_batch_ <= kWindow; }
   void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }
+  bool IsKept(uint32_t slot) const {
+    return std::atomic_ref(entries_[slot].count).load(std::memory_order_relaxed) == kKeptCount;
+  }
 
   // A hold keeps the bytes of slots as they are, for who reads them without the owner's lock: rows are evicted, if at
   // all, from other slots. Any number of threads may hold slots at once.

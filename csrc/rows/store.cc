@@ -246,7 +246,8 @@ std::vector<Found> RowStore::InShares(std::span<const int64_t> ids, size_t threa
   return std::move(found[0]);
 }
 
-// Copy the cached rows; returns the others.
+// Copy the cached rows; returns the others. Of a request to keep rows, those that are not kept yet are among the
+// others: Plan keeps them, under the exclusive lock.
 std::vector<RowWant> RowStore::CopyHits(std::span<const int64_t> ids, RowRequest& request) {
   const size_t worth = stats().cached_count == 0 ? 1 : ids.size() * table_.row_bytes() / kBytesPerThread;
   return InShares<RowWant>(ids, std::min<size_t>(options_.copy_thread_count, worth),
@@ -280,11 +281,12 @@ void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest
     const std::shared_lock lock(lock_);
     std::array<uint32_t, kLockedCount> slots;
     LookUp(ids.subspan(from, until - from), [&](size_t i, uint64_t position, uint32_t slot) {
-      slots[i] = slot;
-      if (slot == RowCache::kNoSlot) {
-        missing.push_back({position, first + from + i});
-      } else {
+      const bool is_hit = slot != RowCache::kNoSlot && (request.batch != RowRequest::kKeep || cache_->IsKept(slot));
+      slots[i] = is_hit ? slot : RowCache::kNoSlot;
+      if (is_hit) {
         CountHit(slot, request.batch);
+      } else {
+        missing.push_back({position, first + from + i});
       }
     });
     for (size_t i = from; i < until; ++i) {
@@ -361,6 +363,8 @@ void RowStore::Plan(const std::shared_ptr<RowRequest>& request, std::span<const 
     const uint32_t slot = cache_->Find(position);
     if (slot != RowCache::kNoSlot) {
       if (request->is_registered()) cache_->EndUse(slot, request->batch);
+      if (request->batch == RowRequest::kKeep) cache_->Keep(slot);
+      hit_count_ += same.size();
       for (const RowWant& want : same) {
         std::memcpy(request->RowAt(want.index), cache_->BytesOf(slot), table_.row_bytes());
       }

@@ -120,6 +120,25 @@ void RowsThatAreKeptNeedNoMoreReads() {
   EXPECT(store->stats().read_count == read_count);
 }
 
+void RowsThatAreCachedWhenARequestToKeepThemComesAreKept() {
+  const TableFiles files(512, {{0, 4000}});
+  const auto store =
+      Must(RowStore::Open(files.Table(), {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = 200 << 10}));
+  const std::vector<int64_t> kept = AllIds(100);
+  ExpectRows(*store, kept);
+  for (int round = 0; round < 2; ++round) ExpectRows(*store, kept, RowRequest::kKeep);
+  EXPECT(store->stats().hit_count == 2 * kept.size() && store->stats().cached_count == kept.size());
+  // Rows that a request will use push out all others.
+  std::vector<int64_t> better;
+  for (int64_t id = 1000; id < 4000; ++id) better.push_back(id);
+  store->Register(better, 1);
+  ExpectRows(*store, better);
+  EXPECT_WITH(store->Keep(kept) == 0, std::to_string(store->Keep(kept)));
+  const uint64_t read_count = store->stats().read_count;
+  ExpectRows(*store, kept);
+  EXPECT(store->stats().read_count == read_count);
+}
+
 void RowsThatRegisteredRequestsWillUseStayInTheCache() {
   const TableFiles files(512, {{0, 4000}});
   const auto store =
@@ -252,8 +271,8 @@ int main(int argc, char** argv) {
   return Run(argc, argv,
              {TEST(GathersBringTheRowsAskedFor), TEST(DenseRowsThatStraddleBlocksAreReadInPartsOfBearableLength),
               TEST(IdsMayDifferFromPositions), TEST(ARequestMayHaveManyReads), TEST(TheStatisticsCount),
-              TEST(RowsThatAreKeptNeedNoMoreReads), TEST(RowsThatRegisteredRequestsWillUseStayInTheCache),
-              TEST(RequestsForTheSameRowsShareTheirReads), TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait),
-              TEST(MoreSmallRequestsThanQueuesAreDoneToo), TEST(AStoreMayGoWithRequestsUnderWay),
-              TEST(ManyThreadsMayDoAnything)});
+              TEST(RowsThatAreKeptNeedNoMoreReads), TEST(RowsThatAreCachedWhenARequestToKeepThemComesAreKept),
+              TEST(RowsThatRegisteredRequestsWillUseStayInTheCache), TEST(RequestsForTheSameRowsShareTheirReads),
+              TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait), TEST(MoreSmallRequestsThanQueuesAreDoneToo),
+              TEST(AStoreMayGoWithRequestsUnderWay), TEST(ManyThreadsMayDoAnything)});
 }

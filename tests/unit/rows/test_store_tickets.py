@@ -8,8 +8,9 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from support import leaks
 from support.row_tables import make_rows
 from support.tensor_files import faults, slow
 
+from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.rows.store import RowStore, RowTicket
 from fastpersist.rows.writer import write_rows
@@ -354,6 +356,46 @@ def test_rows_may_be_kept_while_others_gather(path: Path, rows: torch.Tensor) ->
                 thread.join()
         read_count = store.stats().read_count
         store.gather(range(first + 20))
+        assert store.stats().read_count == read_count
+
+
+class Between:
+    """The native side of a store, which calls something behind each `keep`."""
+
+    def __init__(self, store: RowStore, calls: list[Callable[[], object]]) -> None:
+        self._native: Any = store._native
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def start(self, *arguments: Any) -> Any:
+        request = self._native.start(*arguments)
+        if arguments[3] == _native.KEEP_BATCH:
+            request.wait()
+            self._calls.pop(0)()
+        return request
+
+    def keep(self, *arguments: Any) -> int:
+        left_count: int = self._native.keep(*arguments)
+        if self._calls:
+            self._calls.pop(0)()
+        return left_count
+
+
+def test_rows_that_others_bring_meanwhile_are_kept(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path, cache_bytes=64 << 10) as store:
+        limit = store.stats().cache_row_limit
+        kept, others = torch.arange(limit // 2), torch.arange(10_000, 10_000 + limit)
+
+        def push_out() -> None:
+            for _ in range(10):  # the more often, the better
+                store.gather(others)
+
+        store._native = Between(store, [lambda: store.gather(kept), push_out])  # type: ignore[assignment]
+        store.keep(kept)
+        read_count = store.stats().read_count
+        assert torch.equal(store.gather(kept), rows[kept])
         assert store.stats().read_count == read_count
 
 
