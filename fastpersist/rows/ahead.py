@@ -42,15 +42,26 @@ def _with_rows(
     loader: Iterable[Batch], ask: Callable[[Batch], Ticket], window: int
 ) -> Iterator[tuple[Batch, torch.Tensor]]:
     asked: deque[tuple[Batch, Ticket]] = deque()
+    failures: list[Exception] = []
     try:
-        for batch in loader:
-            asked.append((batch, ask(batch)))
+        for pair in _until_failure(((batch, ask(batch)) for batch in loader), failures):
+            asked.append(pair)
             if len(asked) > window:
                 first, ticket = asked.popleft()
                 yield first, ticket.result()
         while asked:
             first, ticket = asked.popleft()
             yield first, ticket.result()
-    finally:  # the loop was left early, or a batch failed
+        if failures:
+            raise failures.pop()
+    finally:  # the loop was left early, or the rows of a batch failed
         for _, ticket in asked:
             ticket.cancel()
+
+
+def _until_failure(pairs: Iterator[tuple[Batch, Ticket]], failures: list[Exception]) -> Iterator[tuple[Batch, Ticket]]:
+    """Yield pairs up to an error, which is put into `failures`: the batches before it are worked on first."""
+    try:
+        yield from pairs
+    except Exception as error:  # noqa: BLE001 - it is raised later
+        failures.append(error)

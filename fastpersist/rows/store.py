@@ -398,7 +398,8 @@ class RowStore:
             device: Where the rows are to be.
 
         Raises:
-            ConfigError: A window that is no whole number above 0; and what `prefetch` and `RowTicket.result` raise.
+            ConfigError: A window that is no whole number above 0.
+            Others: As the loader, `prefetch` and `RowTicket.result`, behind the batches before the one that fails.
         """
         return ahead(loader, lambda batch: self.prefetch(ids(batch), device=device), window)
 

@@ -132,15 +132,28 @@ def _joined(
     outputs: Iterator[Any], ask: Callable[[Any], NodeTicket], join: Callable[[Any], Any], window: int
 ) -> Iterator[Any]:
     asked: deque[tuple[Any, NodeTicket]] = deque()
+    failures: list[Exception] = []
     try:
-        for output in outputs:
-            asked.append((output, ask(output.node)))
+        for pair in _until_failure(((output, ask(output.node)) for output in outputs), failures):
+            asked.append(pair)
             if len(asked) > window:
                 first, _kept = asked.popleft()  # its rows are taken by join, through the store
                 yield join(first)
         while asked:
             first, _kept = asked.popleft()
             yield join(first)
-    finally:  # the loop was left early, or a batch failed
+        if failures:
+            raise failures.pop()
+    finally:  # the loop was left early, or a batch could not be joined
         for _, ticket in asked:
             ticket.cancel()
+
+
+def _until_failure(
+    pairs: Iterator[tuple[Any, NodeTicket]], failures: list[Exception]
+) -> Iterator[tuple[Any, NodeTicket]]:
+    """Yield pairs up to an error, which is put into `failures`: the batches before it are worked on first."""
+    try:
+        yield from pairs
+    except Exception as error:  # noqa: BLE001 - it is raised later
+        failures.append(error)

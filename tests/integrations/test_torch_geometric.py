@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -454,6 +455,35 @@ def test_error_of_a_batch_gives_up_the_others(features: Recorded) -> None:
     )
     with pytest.raises(RuntimeError, match="transform"):
         next(iter(loader))
+    assert not any(ticket._tickets for ticket in features.tickets)
+
+
+@pytest.mark.parametrize("failing", ["sampler", "prefetch"])
+def test_batches_before_an_error_come_first(features: Recorded, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = data()
+    calls = itertools.count(1)
+
+    def fail_at_fourth(value: Any) -> Any:
+        if next(calls) == 4:
+            raise fp.RowIndexError("the fourth")
+        return value
+
+    if failing == "prefetch":
+        prefetch = features.prefetch
+        monkeypatch.setattr(features, "prefetch", lambda nodes: prefetch(fail_at_fourth(nodes)))
+    loader = AheadNodeLoader(
+        *((features, graph), TorchNeighborSampler(graph, [2])),
+        input_nodes=torch.arange(100),
+        batch_size=10,
+        window=5,
+        transform_sampler_output=fail_at_fourth if failing == "sampler" else None,
+    )
+    batches = iter(loader)
+    found = [batch.input_id for batch in itertools.islice(batches, 3)]
+    assert torch.equal(torch.cat(found), torch.arange(30))
+    with pytest.raises(fp.RowIndexError, match="the fourth"):
+        next(batches)
+    assert len(features.tickets) == 3
     assert not any(ticket._tickets for ticket in features.tickets)
 
 

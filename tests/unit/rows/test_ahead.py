@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from fastpersist.errors import ConfigError, StorageError
+from fastpersist.errors import ConfigError, RowIndexError, StorageError
 from fastpersist.rows.ahead import ahead
 
 
@@ -61,15 +62,50 @@ def test_a_loop_that_is_left_gives_up_what_it_asked_for() -> None:
     assert log[-3:] == ["cancel 3", "cancel 4", "cancel 5"]
 
 
-def test_an_error_of_the_loader_gives_up_what_was_asked_for() -> None:
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_the_batches_before_an_error_of_the_loader_come_first(window: int) -> None:
     def loader() -> Iterator[int]:
-        yield 1
-        yield 2
+        yield from (1, 2, 3)
         raise KeyError("loader")
 
+    pairs, log = loop(loader(), window)
+    assert [batch for batch, _ in itertools.islice(pairs, 3)] == [1, 2, 3]
+    with pytest.raises(KeyError, match="loader"):
+        next(pairs)
+    assert log[-1] == "take 3"
+
+
+def test_the_batches_before_one_with_a_bad_id_come_first() -> None:
+    def ask(batch: int) -> Asked:
+        if batch == 4:
+            raise RowIndexError("ids is 4")
+        return Asked(log, batch)
+
+    log: list[str] = []
+    pairs = ahead(range(100), ask, 3)
+    assert [batch for batch, _ in itertools.islice(pairs, 4)] == [0, 1, 2, 3]
+    with pytest.raises(RowIndexError, match="ids is 4"):
+        next(pairs)
+    assert log[-1] == "take 3"
+    assert not [line for line in log if line in ("ask 5", "cancel 3")]
+
+
+def test_an_earlier_error_comes_before_one_of_the_loader() -> None:
+    pairs, log = loop((batch or 1 / 0 for batch in (12, 13, 14, 0)), 5)
+    assert next(pairs)[0] == 12
+    with pytest.raises(StorageError):
+        next(pairs)
+    assert log[-1] == "cancel 14"
+
+
+def test_an_interrupt_is_not_put_off() -> None:
+    def loader() -> Iterator[int]:
+        yield from (1, 2)
+        raise KeyboardInterrupt
+
     pairs, log = loop(loader(), 5)
-    with pytest.raises(KeyError):
-        list(pairs)
+    with pytest.raises(KeyboardInterrupt):
+        next(pairs)
     assert log == ["ask 1", "ask 2", "cancel 1", "cancel 2"]
 
 
