@@ -314,7 +314,8 @@ class RowStore:
 
         Raises:
             RowIndexError: An id is no row. Nothing was read.
-            ConfigError: Ids that are no whole numbers; an `out` that does not fit; the store is closed.
+            ConfigError: Ids that are no whole numbers; an `out` that does not fit; the store is closed; the call is
+                traced by torch.jit.
             StorageError: A row could not be read (with path, row, offset and errno), or a file has changed since it
                 was opened. Other requests go on, and so may this store.
         """
@@ -528,6 +529,11 @@ class RowStore:
     # --- requests
 
     def _checked(self, native: _native.RowStore, ids: Any) -> tuple[torch.Tensor, torch.Size]:
+        # Of a request a trace would have nothing but the memory for its rows.
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call] # torch has no types for it
+            raise ConfigError(
+                f"torch.jit.trace records no reads, here of rows of {self._path}; gather them outside of what is traced"
+            )
         return checked_ids(
             ids, lambda flat: native.first_bad_id(flat.data_ptr(), flat.numel()), self.row_count, self._path
         )

@@ -65,6 +65,25 @@ def test_what_is_no_embedding_is_refused(rows: RowStore, tmp_path: Path) -> None
         RowEmbedding(rows)(torch.tensor([[3, 40]]))
 
 
+class Prefetching(torch.nn.Module):
+    """Asks for its rows ahead."""
+
+    def __init__(self, rows: RowStore) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._rows.prefetch(ids).result()
+
+
+@pytest.mark.parametrize("kind", [RowEmbedding, Prefetching])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_trace_cannot_have_rows_from_a_disk(rows: RowStore, kind: type[torch.nn.Module]) -> None:
+    with pytest.raises(ConfigError, match=r"torch\.jit\.trace records no reads.*rows\.npy"):
+        torch.jit.trace(kind(rows), torch.tensor([1, 2]))
+    assert torch.equal(kind(rows)(torch.tensor([1, 2])), WEIGHT[[1, 2]])
+
+
 def test_rows_are_asked_for_on_the_device_of_the_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "table.npy", torch.ones(3, 2))
     asked: list[object] = []
