@@ -7,6 +7,7 @@ either the table was damaged, or another program has written it anew. `sidecar` 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from fastpersist import _native
 from fastpersist.arguments import local_path
@@ -25,8 +26,8 @@ def verify_rows(path: str | os.PathLike[str], *, engine: str = "auto") -> Verify
     """Read a table, and compare the CRC of each MiB with that in its sidecar.
 
     Args:
-        path: Of the table: .npy, or safetensors. Without a sidecar, the CRCs in a safetensors header count; a .npy file
-            without one has no checksums, and only its header is checked.
+        path: Of the table: .npy, or safetensors. Without a sidecar, the CRCs in a safetensors header count, unless its
+            rows are packed, which is damage; a .npy file without one has no checksums, and only its header is checked.
         engine: As in `save`.
 
     Returns:
@@ -46,7 +47,7 @@ def verify_rows(path: str | os.PathLike[str], *, engine: str = "auto") -> Verify
         except CorruptionError as error:
             return VerifyReport(name, (Damage(f"the sidecar is damaged: {error}"),), 0, False)
         if facts is None:
-            return verify_source(source, engine=engine) if source.kind == "safetensors" else _parsed(source)
+            return _without_sidecar(source, engine) if source.kind == "safetensors" else _parsed(source)
         if facts.file_bytes != source.size_bytes:
             said = f"the file has {source.size_bytes} bytes, its sidecar says {facts.file_bytes}"
             return VerifyReport(name, (Damage(said),), 0, True)
@@ -63,6 +64,17 @@ def verify_rows(path: str | os.PathLike[str], *, engine: str = "auto") -> Verify
             except CorruptionError as error:
                 damages.append(Damage(str(error)))
         return VerifyReport(name, tuple(damages), facts.file_bytes, True)
+
+
+def _without_sidecar(source: CheckpointSource, engine: str) -> VerifyReport:
+    """Compare the CRCs in a safetensors header; a packed table needs its sidecar besides."""
+    report = verify_source(source, engine=engine)
+    if report.ok:
+        try:
+            read_positions(source, 0, 0)
+        except CorruptionError as error:
+            return replace(report, damages=(Damage(error.message),))
+    return report
 
 
 def _parsed(source: CheckpointSource) -> VerifyReport:

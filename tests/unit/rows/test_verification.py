@@ -89,6 +89,17 @@ def test_without_a_sidecar(path: Path) -> None:
     assert verify_rows(path).ok == (path.suffix == ".npy")
 
 
+def test_a_packed_table_without_its_sidecar_is_damaged(tmp_path: Path, path: Path) -> None:
+    packed = tmp_path / "packed.safetensors"
+    pack_rows(path, packed, order=torch.arange(COUNT))
+    assert verify_rows(packed).ok
+    os.unlink(sidecar_path(str(packed)))
+    report = verify_rows(packed)
+    (damage,) = report.damages
+    assert f"{sidecar_path(str(packed))}, which says where the row of each id is, is missing" in damage.message
+    assert report.has_checksums
+
+
 def test_tables_of_others(tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", make_rows(5).numpy())
     report = verify_rows(tmp_path / "table.npy")
