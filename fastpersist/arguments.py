@@ -11,6 +11,7 @@ from fastpersist.errors import ConfigError
 
 __all__ = ["byte_count", "local_path", "require_bools"]
 
+_BYTES_MAX = (1 << 63) - 1
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 # Of one letter it would be a drive. pathlib leaves one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
@@ -64,14 +65,20 @@ def byte_count(value: object, what: str) -> int:
         what: The argument's name, for messages.
 
     Raises:
-        ConfigError: It is no number of bytes, or a negative one.
+        ConfigError: It is no number of bytes, a negative one, or one that the kernel could not take.
 
     Thread safety: any thread.
     """
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and operator.index(value) >= 0:
-        return operator.index(value)
-    if isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())):
+    count: float = -1
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        count = operator.index(value)
+    elif isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())):
         number, unit, binary = found.groups()
         power = " KMGT".index(unit.upper()) if unit else 0
-        return int(float(number) * (1024 if binary else 1000) ** power)
-    raise ConfigError(f'{what} is {value!r}; it must be a number of bytes, or a text such as "4GiB" or "800MB"')
+        count = float(number) * (1024 if binary else 1000) ** power
+    if not 0 <= count <= _BYTES_MAX:
+        raise ConfigError(
+            f"{what} is {value!r}; it must be a number of bytes from 0 to 2**63 - 1, or a text such as "
+            '"4GiB" or "800MB"'
+        )
+    return int(count)

@@ -53,6 +53,8 @@ class RowEmbedding(torch.nn.Module):
         Raises:
             RowIndexError, ConfigError, StorageError: As `RowStore.gather`.
         """
+        if not isinstance(ids, torch.Tensor):
+            raise ConfigError(f"ids of an embedding are a tensor, not {type(ids).__name__}; pass torch.as_tensor(ids)")
         if not ids.is_cuda:
             return self.rows.gather(ids, device=ids.device)
         try:  # a row that is asked for more than once crosses the bus once

@@ -9,7 +9,7 @@ import torch
 
 from fastpersist.errors import ConfigError, RowIndexError
 
-__all__ = ["checked_ids"]
+__all__ = ["checked_ids", "plain_array"]
 
 _WHOLE_NUMBERS = {
     getattr(torch, name)
@@ -34,9 +34,11 @@ def checked_ids(
         RowIndexError: One is no row of the table; the message says which and where.
     """
     try:
-        given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(_plain(ids), device="cpu")
+        given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(plain_array(ids), device="cpu")
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"ids are whole numbers, as a tensor, an array, a list or one number: {error}") from None
+    if given.is_nested and given.layout == torch.strided:
+        raise ConfigError("ids are whole numbers in a dense tensor, not in a nested one")
     if given.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu"), given.shape
     if given.dtype not in _WHOLE_NUMBERS:
@@ -53,11 +55,11 @@ def checked_ids(
     return flat, given.shape
 
 
-def _plain(ids: Any) -> Any:
-    """Return ids that torch takes: an array of numpy may be read-only, lie backwards, or have the other byte order."""
-    if not hasattr(ids, "__array_interface__"):
-        return ids
-    return ids.astype(ids.dtype.newbyteorder("="), order="C", copy=not ids.flags.writeable)
+def plain_array(given: Any) -> Any:
+    """Return what torch takes: an array of numpy may be read-only, lie backwards, or have the other byte order."""
+    if not hasattr(given, "__array_interface__"):
+        return given
+    return given.astype(given.dtype.newbyteorder("="), order="C", copy=not given.flags.writeable)
 
 
 def _indices(flat_index: int, shape: torch.Size) -> list[int]:

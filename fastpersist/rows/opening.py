@@ -218,12 +218,17 @@ def _raw(source: CheckpointSource, shape: Sequence[int], dtype: torch.dtype | No
         raise ConfigError(f"{path}: a raw file needs dtype= beside shape=")
     if isinstance(offset_bytes, bool) or not isinstance(offset_bytes, int) or offset_bytes < 0:
         raise ConfigError(f"offset_bytes is {offset_bytes!r}; it must be a number of bytes")
-    sizes = tuple(shape)
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        raise ConfigError(
+            f"{path}: shape= is a sequence of numbers, of which the first is that of rows, or -1; it is {shape!r}"
+        ) from None
     if not sizes:
         raise ConfigError(f"{path}: shape= has no dimension of rows; the first is their number, or -1")
     row_shape, row_bytes = row_layout(sizes[1:], dtype)
     there_bytes = source.size_bytes - offset_bytes
-    row_count = operator.index(sizes[0])
+    row_count = sizes[0]
     if row_count == -1:
         row_count, rest_bytes = divmod(there_bytes, row_bytes)
         if rest_bytes or row_count < 0:

@@ -21,6 +21,7 @@ import torch
 from fastpersist.arguments import byte_count, local_path
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
+from fastpersist.rows.ids import plain_array
 from fastpersist.rows.opening import RowSource, Source, open_rows
 from fastpersist.rows.writer import RowWriter
 from fastpersist.transfer.arena import available_host_bytes
@@ -107,12 +108,24 @@ def pack_rows(
 
 def _positions_by_score(order: torch.Tensor, row_count: int) -> torch.Tensor:
     """Return where the row of each id goes."""
-    scores = order if isinstance(order, torch.Tensor) else torch.as_tensor(order, device="cpu")
-    if scores.shape != (row_count,) or scores.is_complex():
-        raise ConfigError(f"order is of shape {list(scores.shape)}; it must have a number for each of {row_count} ids")
-    if scores.is_floating_point() and bool(scores.isnan().any()):
+    try:
+        scores = order if isinstance(order, torch.Tensor) else torch.as_tensor(plain_array(order), device="cpu")
+        shape = scores.shape
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"order is numbers, as a tensor, an array or a list: {error}") from None
+    if shape != (row_count,) or scores.is_complex():
+        raise ConfigError(f"order is of shape {list(shape)}; it must have a number for each of {row_count} ids")
+    try:
+        scores = scores.cpu()
+        has_nan = scores.is_floating_point() and bool(scores.isnan().any())
+        ids = torch.argsort(scores, descending=True, stable=True)
+    except NotImplementedError:
+        raise ConfigError(
+            f"torch cannot sort an order of {scores.dtype}, {scores.layout}, on {scores.device}; pass a dense one of "
+            "torch.float32 or torch.int64 on the CPU"
+        ) from None
+    if has_nan:
         raise ConfigError("order has a NaN, which is neither more nor less than others")
-    ids = torch.argsort(scores.cpu(), descending=True, stable=True)
     dtype = torch.int32 if row_count < 1 << 31 else torch.int64
     positions = torch.empty(row_count, dtype=dtype, device="cpu")
     positions[ids] = torch.arange(row_count, dtype=dtype, device="cpu")

@@ -253,8 +253,8 @@ class RowWriter(Uncopied):
             rows: A tensor on the CPU, or an array of numpy, of shape [n, *row_shape] and the table's dtype.
 
         Raises:
-            ConfigError: Rows of another shape, dtype or device, or the `with` block is not entered; or an earlier call
-                has failed.
+            ConfigError: Rows of another shape, dtype, layout or device, or the `with` block is not entered; or an
+                earlier call has failed.
             NoSpaceError: The file system is full.
             StorageError: The kernel reports an error, perhaps of rows before.
         """
@@ -303,7 +303,7 @@ class RowWriter(Uncopied):
 
     def _checked(self, rows: Any) -> torch.Tensor:
         """Return the bytes of rows, as they are to be in the file."""
-        tensor = rows if isinstance(rows, torch.Tensor) else _tensor_of_array(rows)
+        tensor = _dense(rows)
         if tensor.dtype != self.dtype or tensor.dim() == 0 or tuple(tensor.shape[1:]) != self.row_shape:
             raise ConfigError(
                 f"rows of {self.path} are {self.dtype} of shape [n, {', '.join(map(str, self.row_shape))}], "
@@ -537,6 +537,16 @@ def _records_of(pending: PendingFile) -> list[Progress | None]:
     return [record if record and record.done_bytes <= there_bytes else None for record in progress.records_of(page)]
 
 
+def _dense(rows: Any) -> torch.Tensor:
+    """Return rows as a tensor, whose elements lie in memory as its shape says."""
+    if not isinstance(rows, torch.Tensor):
+        return _tensor_of_array(rows)
+    if rows.is_nested or rows.layout != torch.strided:
+        kind = "a nested one" if rows.is_nested else f"one of {rows.layout}"
+        raise ConfigError(f"rows are in a dense tensor, not in {kind}; make them dense first")
+    return rows
+
+
 def _tensor_of_array(array: Any) -> torch.Tensor:
     """View an array of numpy as a tensor, which the caller keeps; of a read-only one torch would warn."""
     interface = getattr(array, "__array_interface__", None)
@@ -583,7 +593,7 @@ def write_rows(
 
     Thread safety: any thread.
     """
-    held = rows if isinstance(rows, torch.Tensor) else _tensor_of_array(rows)
+    held = _dense(rows)
     if held.dim() == 0:
         raise ConfigError("a scalar has no rows")
     with RowWriter(path, held.shape[1:], held.dtype, overwrite=overwrite, tensor=tensor, engine=engine) as writer:

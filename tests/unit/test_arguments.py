@@ -251,7 +251,10 @@ def test_number_of_bytes_is_a_number_or_a_text(given: int | str, expected: int) 
     assert type(found) is int
 
 
-@pytest.mark.parametrize("given", [-1, True, 1.5, None, "", "GiB", "4 GiB 3", "-4MB", "4XB", "iB", b"4MB"])
+@pytest.mark.parametrize(
+    "given",
+    [-1, True, 1.5, None, "", "GiB", "4 GiB 3", "-4MB", "4XB", "iB", b"4MB", 1 << 63, 1 << 70, "8388608TiB", "9" * 400],
+)
 def test_what_is_no_number_of_bytes_is_refused(given: object) -> None:
     with pytest.raises(ConfigError, match=r"budget_bytes is .*4GiB"):
         byte_count(given, "budget_bytes")

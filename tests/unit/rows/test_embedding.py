@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,12 @@ def test_what_is_no_embedding_is_refused(rows: RowStore, tmp_path: Path) -> None
         RowEmbedding(scalars)
     with pytest.raises(RowIndexError, match="is 40"):
         RowEmbedding(rows)(torch.tensor([[3, 40]]))
+
+
+@pytest.mark.parametrize("ids", [[1, 2], 3, None])
+def test_ids_of_an_embedding_are_a_tensor(rows: RowStore, ids: Any) -> None:
+    with pytest.raises(ConfigError, match=r"are a tensor, not .*torch\.as_tensor"):
+        RowEmbedding(rows)(ids)
 
 
 class Prefetching(torch.nn.Module):

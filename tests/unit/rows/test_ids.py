@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from fastpersist.errors import ConfigError, RowIndexError
 from fastpersist.rows.ids import checked_ids
 
 ROW_COUNT = 100
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that they are a prototype
+    NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])
 
 
 def find_bad(ids: torch.Tensor) -> int:
@@ -92,6 +96,8 @@ def test_an_array_that_cannot_be_written_is_taken_without_a_warning() -> None:
         {"a": 1},
         np.array([object()]),
         torch.ones(2, dtype=torch.int64, device="meta"),
+        torch.tensor([3, 4]).to_sparse(),
+        NESTED,
     ],
     ids=lambda value: type(value).__name__,  # the repr of an object has its address
 )

@@ -131,6 +131,9 @@ def test_arguments_that_do_not_fit_safetensors(tensors: Path, arguments: dict[st
     [
         ({}, "neither .npy nor safetensors"),
         ({"shape": (-1, 4)}, "needs dtype="),
+        ({"shape": 5, "dtype": torch.int32}, "sequence of numbers.*it is 5"),
+        ({"shape": (1.5, 2), "dtype": torch.int32}, r"sequence of numbers.*it is \(1\.5, 2\)"),
+        ({"shape": (None, 3), "dtype": torch.int32}, "sequence of numbers"),
         ({"shape": (), "dtype": torch.int32}, "no dimension"),
         ({"shape": (-2, 4), "dtype": torch.int32, "offset_bytes": 7}, "begins with -2"),
         ({"shape": (-1, 0), "dtype": torch.int32}, "nothing to read"),

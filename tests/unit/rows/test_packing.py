@@ -45,6 +45,21 @@ def test_the_highest_score_comes_first_and_of_equal_ones_the_lower_id(table: Pat
     assert verify_rows(path).ok
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        np.arange(COUNT)[::-1],
+        np.arange(COUNT, 0, -1).astype(">f8"),
+        np.arange(2 * COUNT, 0, -1, dtype=">i4")[::2],
+        list(range(COUNT, 0, -1)),
+    ],
+    ids=["backwards", "big-endian", "with gaps", "list"],
+)
+def test_an_order_may_be_any_array(table: Path, tmp_path: Path, order: Any) -> None:
+    pack_rows(table, tmp_path / "packed.npy", order=order)
+    assert torch.equal(positions_in(tmp_path / "packed.npy"), make_rows(COUNT))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 300),
@@ -109,6 +124,13 @@ def test_raw_sources_are_opened_first(tmp_path: Path) -> None:
         (torch.zeros(COUNT, 1), "number for each"),
         (torch.zeros(COUNT, dtype=torch.complex64), "number for each"),
         (torch.full((COUNT,), float("nan")), "NaN"),
+        (torch.zeros(COUNT).to(torch.float8_e4m3fn), "cannot sort an order of torch.float8_e4m3fn"),
+        (torch.zeros(COUNT).to_sparse(), "cannot sort an order of torch.float32, torch.sparse_coo"),
+        (torch.zeros(COUNT, device="meta"), "cannot sort an order of .* on meta"),
+        (np.array(["a"] * COUNT), "order is numbers"),
+        (["a"] * COUNT, "order is numbers"),
+        ([[1], [1, 2]], "order is numbers"),
+        ("degree", "order is numbers"),
     ],
 )
 def test_orders_that_make_no_sense(table: Path, tmp_path: Path, order: Any, word: str) -> None:

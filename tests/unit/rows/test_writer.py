@@ -35,6 +35,9 @@ from fastpersist.transfer.page_writer import PageWriter
 
 WIDTH = 160  # 640 bytes: rows that straddle pages, chunks and buffers
 ROW_BYTES = 4 * WIDTH
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that they are a prototype
+    NESTED = torch.nested.nested_tensor([make_rows(2, WIDTH), make_rows(1, WIDTH)])
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +165,8 @@ def test_the_caller_may_change_rows_at_once(tmp_path: Path) -> None:
         (np.zeros((3, WIDTH), "V4"), "pass a tensor"),
         (np.zeros((3, WIDTH), object), "Python objects"),
         ([[1, 2]], "not list"),
+        (make_rows(3, WIDTH).to_sparse(), "not in one of torch.sparse_coo"),
+        (NESTED, "not in a nested one"),
     ],
 )
 def test_other_rows_are_refused_and_do_no_harm(tmp_path: Path, rows: Any, word: str) -> None:
@@ -196,6 +201,8 @@ def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
         int32_writer(tmp_path / "t.npy", resume="yes")
     with pytest.raises(ConfigError, match="scalar"):
         write_rows(tmp_path / "t.npy", torch.tensor(1))
+    with pytest.raises(ConfigError, match="nested"):
+        write_rows(tmp_path / "t.npy", NESTED)
     writer = int32_writer(tmp_path / "t.npy")
     with pytest.raises(ConfigError, match="with"):
         writer.append(make_rows(1, WIDTH))
