@@ -200,6 +200,7 @@ def _open(
         elif source.kind == "safetensors":
             table = _safetensors(source, tensor, dtype)
         elif source.kind == "torch_zip":
+            _ = source.pickle  # its error tells what other archives are
             raise UnsupportedError(
                 f"{path} is a file of torch.save; write its tensor with fastpersist.write_rows, or as safetensors"
             )

@@ -171,6 +171,9 @@ def test_what_is_no_table(tmp_path: Path) -> None:
     torch.save(ROWS, tmp_path / "rows.pt")
     with pytest.raises(UnsupportedError, match=r"torch\.save"):
         open_rows(tmp_path / "rows.pt")
+    np.savez(tmp_path / "rows.npz", rows=np.ones((2, 3)))
+    with pytest.raises(FormatError, match="it is an npz file of NumPy"):
+        open_rows(tmp_path / "rows.npz")
     np.save(tmp_path / "scalar.npy", np.float32(1))
     with pytest.raises(ConfigError, match="scalar"):
         open_rows(tmp_path / "scalar.npy")
