@@ -17,12 +17,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from fastpersist.arguments import local_path
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
 from fastpersist.formats import npy
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.rows.sidecar import read_positions
 
-__all__ = ["Piece", "RowSource", "Source", "open_rows", "row_layout"]
+__all__ = ["Piece", "RowSource", "Source", "facts_of", "open_rows", "row_layout"]
 
 Path: TypeAlias = "str | os.PathLike[str]"
 Source: TypeAlias = "Path | Sequence[Path | tuple[Path, str]]"
@@ -36,13 +37,13 @@ class Piece(NamedTuple):
         path: The file, absolute.
         offset_bytes: Of the first row, from the file's start.
         row_count: How many there are.
-        file_bytes: The length of the file.
+        facts: What tells the file from another one, and from what it was before a change (`facts_of`).
     """
 
     path: str
     offset_bytes: int
     row_count: int
-    file_bytes: int
+    facts: tuple[int, ...]
 
 
 class RowSource(NamedTuple):
@@ -213,6 +214,12 @@ def _open(
         return table._replace(position_of_row=read_positions(source, table.piece.offset_bytes, table.piece.row_count))
 
 
+def facts_of(fd: int, path: str) -> tuple[int, ...]:
+    """Return what tells an open file from another one, and from what it was before a change."""
+    status = filesystem().status(fd, path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _raw(source: CheckpointSource, shape: Sequence[int], dtype: torch.dtype | None, offset_bytes: int) -> _Table:
     path = source.path
     if dtype is None:
@@ -244,7 +251,7 @@ def _raw(source: CheckpointSource, shape: Sequence[int], dtype: torch.dtype | No
             path=path,
             offset_bytes=offset_bytes,
         )
-    return _Table(Piece(path, offset_bytes, row_count, source.size_bytes), row_shape, dtype, None)
+    return _Table(Piece(path, offset_bytes, row_count, facts_of(source.fd, path)), row_shape, dtype, None)
 
 
 def _npy(source: CheckpointSource, wanted: torch.dtype | None) -> _Table:
@@ -296,4 +303,4 @@ def _table(
     used = wanted or dtype
     if used is None or 0 in shape[1:]:
         raise ConfigError(f"{path} has rows of shape {shape[1:]}, which have no bytes")
-    return _Table(Piece(path, offset_bytes, shape[0], source.size_bytes), shape[1:], used, None)
+    return _Table(Piece(path, offset_bytes, shape[0], facts_of(source.fd, path)), shape[1:], used, None)

@@ -22,7 +22,7 @@ import torch
 
 from fastpersist import _native
 from fastpersist.arguments import byte_count, local_path
-from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, FastPersistError, InternalError, StorageError
 from fastpersist.rows.ahead import ahead
 from fastpersist.rows.device_rows import (
@@ -35,7 +35,7 @@ from fastpersist.rows.device_rows import (
     send_rows,
 )
 from fastpersist.rows.ids import checked_ids
-from fastpersist.rows.opening import RowSource, Source, open_rows
+from fastpersist.rows.opening import RowSource, Source, facts_of, open_rows
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
 from fastpersist.transfer.tensor_memory import byte_view
@@ -204,7 +204,6 @@ class RowStore:
         self._lock = threading.Lock()
         self._native: _native.RowStore | None = None
         self._fds: list[int] = []
-        self._facts: list[tuple[int, ...]] = []  # of the files, as they were opened first
         self._closed = True
         given: Any = source
         if hasattr(given, "__next__"):  # it could be read once only
@@ -283,16 +282,13 @@ class RowStore:
         return native
 
     def _refuse_other_files(self, fds: Sequence[int]) -> None:
-        """Refuse files that are not those of the first opening: where their rows lie is not known."""
-        pieces = self._rows.pieces
-        facts = [_facts_of(filesystem().status(fd, piece.path)) for fd, piece in zip(fds, pieces, strict=True)]
-        self._facts = self._facts or facts
-        for piece, before, now in zip(pieces, self._facts, facts, strict=True):
-            if now != before:
+        """Refuse files that are not those whose headers were read: where their rows lie is not known."""
+        for fd, piece in zip(fds, self._rows.pieces, strict=True):
+            if facts_of(fd, piece.path) != piece.facts:
                 raise StorageError(
                     None,
-                    f"{piece.path} was replaced or changed since it was opened as a table of rows, and this process, "
-                    "which was forked after that, has to open it anew; open the table again",
+                    f"{piece.path} was replaced or changed since its header was read, and this process (a forked one, "
+                    "perhaps) has only opened it now; open the table again",
                     piece.path,
                 )
 
@@ -732,11 +728,6 @@ def _as_absolute(source: Source) -> Source:
         os.path.abspath(piece) if isinstance(piece, str | os.PathLike) else (os.path.abspath(piece[0]), piece[1])
         for piece in source
     ]
-
-
-def _facts_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return what tells a file from another one, and from what it was before a change."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:

@@ -19,7 +19,16 @@ from support.row_tables import make_rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpersist import _native
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, RowIndexError, UnsupportedError
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    FormatError,
+    RowIndexError,
+    StorageError,
+    UnsupportedError,
+)
+from fastpersist.rows import store as store_module
+from fastpersist.rows.opening import RowSource, open_rows
 from fastpersist.rows.store import RowStore
 from fastpersist.rows.writer import RowWriter, write_rows
 
@@ -431,3 +440,20 @@ def test_an_engine_is_a_name(path: Path) -> None:
     engine: Any = None
     with pytest.raises(ConfigError, match="engine"):
         RowStore(path, engine=engine)
+
+
+def test_a_table_replaced_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.npy"
+    write_rows(path, torch.arange(6.0).view(3, 2))
+    write_rows(tmp_path / "new.npy", torch.arange(12, dtype=torch.int16).view(3, 4))
+
+    def open_slowly(*arguments: Any, **options: Any) -> RowSource:
+        found = open_rows(*arguments, **options)
+        (tmp_path / "new.npy").rename(path)
+        return found
+
+    monkeypatch.setattr(store_module, "open_rows", open_slowly)
+    with pytest.raises(StorageError, match="was replaced or changed since its header was read"):
+        RowStore(path)
+    monkeypatch.undo()
+    assert RowStore(path).gather([1]).tolist() == [[4, 5, 6, 7]]
