@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import re
+from contextlib import suppress
+from decimal import Decimal
 from typing import SupportsIndex
 
 from fastpersist.errors import ConfigError
@@ -69,13 +71,14 @@ def byte_count(value: object, what: str) -> int:
 
     Thread safety: any thread.
     """
-    count: float = -1
+    count: int | Decimal = -1
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        count = operator.index(value)
+        with suppress(TypeError):  # of an array or a tensor that is no single whole number
+            count = operator.index(value)
     elif isinstance(value, str) and (found := _SIZE.fullmatch(value.strip())):
         number, unit, binary = found.groups()
         power = " KMGT".index(unit.upper()) if unit else 0
-        count = float(number) * (1024 if binary else 1000) ** power
+        count = Decimal(number) * (1024 if binary else 1000) ** power
     if not 0 <= count <= _BYTES_MAX:
         raise ConfigError(
             f"{what} is {value!r}; it must be a number of bytes from 0 to 2**63 - 1, or a text such as "

@@ -197,7 +197,7 @@ class Root:
         lock_timeout_s: Seconds for which the first save waits if a process of another host holds the lock.
 
     Attributes:
-        path: The directory; once its lock was taken, without links.
+        path: The directory.
         unloadable: Steps that a load could not read although their manifests are whole.
 
     Thread safety: the training thread calls take, release, remove and remove_together; any thread calls the others.
@@ -223,8 +223,21 @@ class Root:
 
     # --- the lock
 
+    def is_locked(self) -> bool:
+        """Tell whether this object has the lock of the directory to which the path leads now."""
+        lock = self._root_lock
+        return lock is not None and lock.root == os.path.realpath(self.path) and lock.is_held()
+
+    @property
+    def directory(self) -> str:
+        """Where the path led when the lock was taken: what was begun ends there, even if a link is changed."""
+        lock = self._root_lock
+        return self.path if lock is None else lock.root
+
     def take(self) -> list[str] | None:
-        """Make the directory and take its lock, once; again if somebody has moved the directory away.
+        """Make the directory and take its lock, once; again if it was lost, moved away, or a link leads elsewhere.
+
+        Then no step may still wait for `after_commit`, which goes by what was known before.
 
         Returns:
             The directories that were made for it; None if the lock was held already.
@@ -233,7 +246,7 @@ class Root:
             ConfigError: Another process saves there.
             StorageError: The directory cannot be made or written; or its file system is not mounted any more.
         """
-        if self._root_lock is not None and self._root_lock.is_held():
+        if self.is_locked():
             return None
         self._unlock()
         self._refuse_unmounted()
@@ -241,7 +254,6 @@ class Root:
         self._device = os.stat(self.path).st_dev
         timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
         self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
-        self.path = self._root_lock.root  # a link that is changed later would lead to a root that is not locked
         sweep_directories(self.path, _STEP_PATTERN, locks_work=self._root_lock.excludes_others)
         self.forget()
         return made
@@ -331,7 +343,7 @@ class Root:
     def _known(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of the committed steps, in order of commit. Under the lock."""
         if self._metrics is None:
-            commits = commits_of(self.path)
+            commits = commits_of(self.directory)
             number = next_commit_number(commits.values())
             self._next_number = max(self._next_number, number)
             if self._resumed is not None and self._resumed in commits:
@@ -375,19 +387,20 @@ class Root:
                 _log.warning("%s: step %d is saved, but LATEST does not name it: %s", self.path, step, error)
 
     def make_room(self) -> bool:
-        """Remove the steps that no rule keeps, which a process has left that died after a commit; tell if any went.
+        """Remove the steps that no rule keeps; tell if any went. For a save that finds the disk full.
 
-        For a save that finds the disk full. The newest step may not be durable yet, so the root is synced first; if it
-        is damaged, all stay. Errors are logged, not raised.
+        A process that died after a commit may have left some, or the rules keep fewer than before. The newest step may
+        not be durable yet, so the root is synced first; if it is damaged, all stay. Errors are logged, not raised.
         """
         if self._root_lock is None:
             return False
         try:
+            self.forget()  # somebody may have removed steps by hand to make room
             with self._lock:
                 known = dict(self._known())
             if not steps_to_remove(known, self._retention) or self.is_damaged(list(known)[-1]):
                 return False
-            filesystem().sync_directory(self.path)
+            filesystem().sync_directory(self.directory)
         except StorageError as error:
             _log.warning("%s: the steps that no rule keeps were not removed: %s", self.path, error)
             return False
@@ -411,9 +424,9 @@ class Root:
 
     def _remove_directory(self, step: int) -> bool:
         """Remove a step, and tell of it; see `commit.removal.remove_directory`."""
-        path = os.path.join(self.path, step_name(step))
-        removed = remove_directory(path)
+        removed = remove_directory(os.path.join(self.directory, step_name(step)))
         if removed:
+            path = os.path.join(self.path, step_name(step))
             emit("removed", path, {}, step=step, rank=0 if self._events is None else self._events.rank)
         return removed
 
@@ -499,12 +512,12 @@ class Root:
     def _name_newest(self) -> None:
         with self._lock:
             self._metrics = None
-            commits = commits_of(self.path)
+            commits = commits_of(self.directory)
         if commits:
             self._write_latest(in_commit_order(commits)[-1])
             return
         try:
-            filesystem().unlink(os.path.join(self.path, _LATEST_NAME))
+            filesystem().unlink(os.path.join(self.directory, _LATEST_NAME))
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -520,8 +533,8 @@ class Root:
         self._write_small(_LATEST_NAME, f"{step_name(step)}\n")
 
     def _write_small(self, name: str, text: str) -> None:
-        path = os.path.join(self.path, name)
-        temporary = os.path.join(self.path, f".{name.removeprefix('.')}.new")
+        path = os.path.join(self.directory, name)
+        temporary = os.path.join(self.directory, f".{name.removeprefix('.')}.new")
         try:
             fd = filesystem().create(temporary)
         except StorageError as error:

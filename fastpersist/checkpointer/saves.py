@@ -162,6 +162,8 @@ class StepSaves:
         has_root = False
         try:
             if is_coordinator:
+                if not self._root.is_locked():
+                    self._queue.join(None)
                 self.own_root()
             has_root = True
             if together is not None and self.bound.needs_stores():
@@ -174,7 +176,6 @@ class StepSaves:
                 StepSave(step, state, rank_state, metrics, overwrite, stats, after, number), together
             )
             self._queue.add(pending)
-            pending.when_finished(lambda: self._look_again_after(pending))
             self._saver.tell_once(state)
             if is_coordinator and not self._metric_looked_for:
                 self._metric_looked_for = True
@@ -200,17 +201,12 @@ class StepSaves:
         Args:
             path: What is saved; nothing is done for what others save.
         """
-        if self.closed or not path.startswith(os.path.join(self._root.path, "")):
+        if self.closed or not path.startswith(os.path.join(self._root.directory, "")):
             return False
         if self._saver.await_removals():
             return True
         # A node's own root may hold parts of steps that were never committed.
         return self.bound.stores.node_local is None and self._root.make_room()
-
-    def _look_again_after(self, pending: PendingSave) -> None:
-        """Read the root again after a save that has failed: its step may be there, and only not known to be durable."""
-        if pending.stats.error is not None and not pending.skipped():
-            self._root.forget()
 
     def _committed(
         self,

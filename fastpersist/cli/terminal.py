@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -66,7 +67,7 @@ def run_command(command: Callable[[], int]) -> int:
         _drop_output()
         return EXIT_READER_LEFT
     except OSError as error:
-        if error.filename is not None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
             raise
         _drop_output()
         print_error(f"the output could not be written: {error.strerror}")

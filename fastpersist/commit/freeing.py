@@ -37,7 +37,8 @@ _makers: weakref.WeakSet[MakesRoom] = weakref.WeakSet()
 
 def offer_room(maker: MakesRoom) -> None:
     """Ask this one, too, when a file finds the disk full, as long as it exists. Thread-safe."""
-    _makers.add(maker)
+    with _lock:
+        _makers.add(maker)
 
 
 def reserve(fd: int, size_bytes: int, path: str) -> None:
@@ -51,7 +52,9 @@ def reserve(fd: int, size_bytes: int, path: str) -> None:
         filesystem().allocate(fd, size_bytes, path)
     except NoSpaceError:
         was_freed = await_freed()
-        was_made = any(maker.make_room(path) for maker in list(_makers))
+        with _lock:
+            makers = list(_makers)
+        was_made = any(maker.make_room(path) for maker in makers)
         if not (was_freed or was_made):
             raise
         filesystem().allocate(fd, size_bytes, path)

@@ -297,6 +297,7 @@ class RootLock:
         self.root = root
         self.excludes_others = True
         self._locks_work = True
+        self._is_told_of = False  # the kernel tells whether the lock is there
         self._fd = fd
         self._identity = mark_live(fd, self._path)
         self._process = os.getpid()
@@ -354,6 +355,7 @@ class RootLock:
                     taken = lock_record(lock._fd, path)
                     kept = taken is not Lock.BUSY and _lock_file_is_live(path)  # and not deleted meanwhile
                     lock._locks_work = taken is Lock.TAKEN and not _are_locks_local(lock._identity[0])
+                    lock._is_told_of = taken is Lock.TAKEN and _is_own_record_lock(lock._fd)
                     owner = _owner_of(lock._fd, path) if taken is Lock.BUSY else None
                 finally:
                     if not kept:
@@ -389,10 +391,10 @@ class RootLock:
             _log.debug("the owner of the lock is not noted: %s", error)
 
     def is_held(self) -> bool:
-        """Tell whether the directory still has the locked file: somebody may have removed or renamed the root.
+        """Tell whether the lock is still that of the directory.
 
-        A lock that is lost is taken again, if nobody else has it: it ends when anything in this process closes another
-        descriptor of the file, such as a copy of the root.
+        Somebody may have removed or renamed the root. And a record lock ends when anything in this process closes
+        another descriptor of the file, as a copy of the root does.
         """
         try:
             found = os.lstat(self._path)
@@ -400,10 +402,7 @@ class RootLock:
             return False
         if self._fd < 0 or (found.st_dev, found.st_ino) != self._identity:
             return False
-        try:
-            return lock_record(self._fd, self._path) is not Lock.BUSY
-        except StorageError:
-            return False  # whoever takes it again is told
+        return not self._is_told_of or _is_own_record_lock(self._fd)
 
     def release(self) -> None:
         """Release the lock. May be called again; does nothing in a forked child, which does not hold it."""
@@ -452,6 +451,16 @@ def _owner_of(fd: int, path: str) -> _Owner | None:
     if is_hinted:
         return _Owner(f"process {hinted_pid} on {host}", is_elsewhere=host != socket.gethostname())
     return _Owner("a process elsewhere" if pid <= 0 else f"process {pid}", is_elsewhere=pid <= 0)
+
+
+def _is_own_record_lock(fd: int) -> bool:
+    """Tell whether this process has a record lock on an open file; False, too, where the kernel does not say."""
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _record(fcntl.F_WRLCK))
+    except OSError:
+        return False
+    kind, _, _, _, pid = struct.unpack("hhqqi4x", found)
+    return bool(kind != fcntl.F_UNLCK and pid == os.getpid())
 
 
 def _hint_in(fd: int, path: str) -> str:

@@ -79,7 +79,6 @@ class Wanted:
         return regrouped(renamed(path, held, self.rename), self.target)
 
 
-@no_garbage_collection()
 def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engine: str, read: Read) -> IncompatibleKeys:
     """Fill a Module, or nested containers of tensors and Modules, from a file; see `load_into`."""
     structure = _read_structure(source, wanted)
@@ -94,7 +93,6 @@ def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engin
     return keys
 
 
-@no_garbage_collection()
 def fill_from_directory(
     path: str, wanted: Wanted, *, verify: bool, engine: str, progress: bool
 ) -> tuple[IncompatibleKeys, int]:
@@ -179,6 +177,7 @@ class _Structure:
     storages: dict[str, torch.UntypedStorage]
 
 
+@no_garbage_collection()
 def _read_structure(source: CheckpointSource, wanted: Wanted) -> _Structure:
     if source.kind == "safetensors":
         return _Structure(wanted.arranged(source.path, _stored_entries(source)), None, {})
@@ -299,6 +298,7 @@ def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, 
 # --------------------------------------------------------------------------------------------- matching
 
 
+@no_garbage_collection()
 def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[Pair], IncompatibleKeys]:
     """Pair the target's tensors with the file's, and return names that only one side has; this changes nothing.
 

@@ -16,6 +16,7 @@ import torch
 from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.unpickle import new_storage
+from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
 __all__ = ["PLAIN_TYPES", "Pair", "StoredTensor", "described_tensor", "fill_pairs", "memory_of", "why_not_fillable"]
@@ -113,17 +114,8 @@ def fill_pairs(
 ) -> None:
     """Fill all targets, by `read`; `filled` gets the name of each target before it may change."""
     extents = Extents()
-    one_by_one = _overlapping(pairs)
-    last = {memory_of(pair.target): pair for pair in pairs}  # the last of tied targets wins, as in load_state_dict
     with torch.no_grad():
-        for pair in last.values():
-            if not pair.target.numel() or pair in one_by_one:
-                continue
-            if not pair.stored.is_contiguous():
-                one_by_one.append(pair)
-                continue
-            filled.append(pair.name)
-            _add_contiguous(extents, pair)
+        one_by_one = _add_all(extents, pairs, filled)
         try:
             read(source.fd, source.path, extents, engine=engine)
             for pair in one_by_one:
@@ -132,6 +124,23 @@ def fill_pairs(
         finally:
             # tells autograd that the values changed; it does not see what the native side writes
             torch.autograd.graph.increment_version([pair.target for pair in pairs])
+
+
+@no_garbage_collection()
+def _add_all(extents: Extents, pairs: Sequence[Pair], filled: list[str]) -> list[Pair]:
+    """Add what is read for all targets at once; return those that are filled one by one afterwards."""
+    one_by_one = _overlapping(pairs)
+    overlapping = set(one_by_one)
+    last = {memory_of(pair.target): pair for pair in pairs}  # the last of tied targets wins, as in load_state_dict
+    for pair in last.values():
+        if not pair.target.numel() or pair in overlapping:
+            continue
+        if not pair.stored.is_contiguous():
+            one_by_one.append(pair)
+            continue
+        filled.append(pair.name)
+        _add_contiguous(extents, pair)
+    return one_by_one
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -129,7 +129,6 @@ class _Whole:
     strict: bool
 
 
-@no_garbage_collection()
 def restore_whole(
     source: CheckpointSource, target: object, *, strict: bool, verify: bool, engine: str, read: Read
 ) -> IncompatibleKeys:
@@ -140,7 +139,6 @@ def restore_whole(
     return ready.plan.keys
 
 
-@no_garbage_collection()
 def load_state(
     path: str,
     *,
@@ -199,12 +197,10 @@ def load_state(
     with source or CheckpointSource(path) as source:
         for name in engine_ladder(engine, source.fd, for_reading=True):
             refuse_null_engine(name)
-        scan = _prove(source)
         if not into and keys is None:
-            del scan  # its tree is many times as large as the pickle
+            _prove(source)
             return _load_whole(source, options)
-        ready = _ready(source, options, scan)
-        del scan
+        ready = _ready(source, options, _prove(source))
         _change(source, ready, options, on_filled)
         ready.loaded.update(into or {})
         return ready.loaded
@@ -218,7 +214,6 @@ def _is_torch_zip(source: CheckpointSource) -> bool:
         return False
 
 
-@no_garbage_collection()
 def load_chosen(
     source: CheckpointSource,
     *,
@@ -251,6 +246,7 @@ def load_chosen(
     return chosen_part(source.path, loaded, keys)
 
 
+@no_garbage_collection()
 def _ready(source: CheckpointSource, options: _Options, scan: PickleScan | str) -> _Ready:
     ready: _Ready | str
     if isinstance(scan, str):
@@ -258,6 +254,7 @@ def _ready(source: CheckpointSource, options: _Options, scan: PickleScan | str) 
     else:
         reason = why_stock(source, options.map_location, options.weights_only)
         ready = reason or _planned_in_place(source, options, scan)
+    del scan  # its tree is many times as large as the pickle
     if isinstance(ready, str):
         what = "is in memory once more while its targets are filled" if options.into else "is read as a whole"
         _log.warning("%s %s: %s", source.path, what, ready)
@@ -266,7 +263,7 @@ def _ready(source: CheckpointSource, options: _Options, scan: PickleScan | str) 
 
 
 def _load_whole(source: CheckpointSource, options: _Options) -> Any:
-    with torch_errors(source, options.weights_only):
+    with torch_errors(source):
         return load_checkpoint(
             source,
             map_location=options.map_location,
@@ -277,6 +274,7 @@ def _load_whole(source: CheckpointSource, options: _Options) -> Any:
         )
 
 
+@no_garbage_collection()
 def _prove(source: CheckpointSource) -> PickleScan | str:
     """Check all of the file but its storages, so that no later error is due to a damaged structure.
 
@@ -495,7 +493,7 @@ def _unpickled(
     meta = {key: new_storage(size_bytes, torch.device("meta")) for key, size_bytes in sizes.items()}
     extents = Extents()
     headers = LocalHeaders(source, keys - unread, extents)
-    with torch_errors(source, options.weights_only):
+    with torch_errors(source):
         loaded = unpickle_while_reading(
             source,
             {**meta, **storages},

@@ -21,11 +21,13 @@ import itertools
 import logging
 import mmap
 import os
+import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias, cast
 
 import torch
+from torch import _weights_only_unpickler as wo_unpickler
 
 from fastpersist import _native
 from fastpersist.errors import (
@@ -166,8 +168,6 @@ def unpickle_with(
     asks = [] if is_plain else _asks(source, storages)
     file = SkippingFile(source, () if is_plain else entries, headers_follow=headers_follow)
     opened = cast(IO[bytes], file)  # a raw reader has all that torch.load calls
-    pickle_sha256 = summary.sha256
-    del summary
     source.forget_pickle()  # megabytes for ten thousand tensors; torch reads its own
     sizes_bytes = {key: storage.nbytes() for key, storage in storages.items() if storage.resizable()}
     if is_plain and not headers_follow:
@@ -176,7 +176,7 @@ def unpickle_with(
     with _StorageSupply(asks, map_location, file) as supply:
         try:
             if is_plain:
-                loaded = plain_load(opened, storages, pickle_sha256=pickle_sha256)
+                loaded = plain_load(opened, storages, pickle_sha256=summary.sha256)
             else:
                 loaded = stock_load(opened, map_location=supply, weights_only=weights_only, mmap=False)
         except Exception as error:
@@ -447,18 +447,18 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _load_stock(source: CheckpointSource, why: str, map_location: MapLocation, weights_only: bool) -> Any:
     _log.info("stock torch.load reads %s: %s", source.path, why)
-    runs_no_code = weights_only and not callable(map_location)
-    with source.open_whole() as file, torch_errors(source, runs_no_code, why):
+    with source.open_whole() as file, torch_errors(source, why):
         return stock_load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 
 @contextlib.contextmanager
-def torch_errors(source: CheckpointSource, runs_no_code: bool, why: str = "") -> Iterator[None]:
+def torch_errors(source: CheckpointSource, why: str = "") -> Iterator[None]:
     """Raise FormatError for damage of an archive that torch finds: its zip reader looks at fields that we do not use.
+
+    An error of a class in the file, or of a function of the caller, stays what it is.
 
     Args:
         source: The file.
-        runs_no_code: No class in the file, and no function of the caller, can raise a ValueError.
         why: Why torch reads the file.
     """
     try:
@@ -468,12 +468,25 @@ def torch_errors(source: CheckpointSource, runs_no_code: bool, why: str = "") ->
     except (RuntimeError, ValueError) as error:
         # Other RuntimeErrors come from devices and memory.
         is_reader = any(word in str(error) for word in ("PytorchStreamReader", "inline_container", "hasRecord"))
-        if source.kind != "torch_zip" or not (
-            is_reader or isinstance(error, UnicodeDecodeError) or (runs_no_code and isinstance(error, ValueError))
-        ):
+        says_damage = is_reader or isinstance(error, ValueError)
+        if source.kind != "torch_zip" or not says_damage or not _comes_from_torch(error):
             raise
         said = f"torch cannot read the archive: {error}"
         raise FormatError(f"{said} ({why})" if why else said, path=source.path) from error
+
+
+_READING_CODE = (
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+    torch.serialization.__file__,
+    wo_unpickler.__file__,
+    contextlib.__file__,
+)
+
+
+def _comes_from_torch(error: BaseException) -> bool:
+    """Tell whether nothing but this package and torch's loading was at work when an error was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return all(frame.f_code.co_filename.startswith(_READING_CODE) for frame, _ in frames)
 
 
 def _load_mapped(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> Any:

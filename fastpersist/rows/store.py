@@ -151,8 +151,8 @@ class RowStore:
     I/O, past the page cache, unless most of a table is in the page cache when it is opened.
 
     A table must not change while it is open: what is changed in place is found by the next request, which fails. A new
-    version belongs into a new file that is renamed over the old one; the store goes on with the old one. A forked child
-    cannot, unless it used the store before: its requests fail.
+    version belongs into a new file that is renamed over the old one; the store goes on with the old one. In a forked
+    child that has not used the store before, requests fail instead.
 
     Args:
         source: A .npy file, a safetensors file, a raw file (with `shape` and `dtype`), or a list of pieces joined by

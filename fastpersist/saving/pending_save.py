@@ -472,7 +472,8 @@ class _Latch:
                 break
             # Not for ever: a waiter that is interrupted right here does not let the next one go.
             if self._locked_until_set.acquire(timeout=min(left_s, 1.0)):
-                self._locked_until_set.release()
+                with suppress(RuntimeError):  # who sets it a second time was faster
+                    self._locked_until_set.release()
         return self._is_set
 
 
@@ -496,6 +497,7 @@ class Lane:
         self._tasks: deque[Callable[[], None]] = deque()
         self._is_running = False
         self._worker: threading.Thread | None = None  # which runs them, or is about to
+        self._runner: int | None = None  # the thread that does
         self._process = os.getpid()
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -535,12 +537,15 @@ class Lane:
         return True
 
     def _work(self) -> None:
+        if self._runner == threading.get_ident():
+            return  # a task that runs without a thread has submitted another one, which comes next
         with self._turn:  # there may be two threads for a moment
+            self._runner = threading.get_ident()
             while True:
                 with self._lock:
                     self._is_running = bool(self._tasks)
                     if not self._tasks:
-                        self._worker = None
+                        self._worker = self._runner = None
                         return
                     task = self._tasks.popleft()
                 try:

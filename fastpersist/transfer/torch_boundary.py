@@ -116,7 +116,7 @@ def _rebuild_tensor(
 ) -> torch.Tensor:
     """Build a tensor as torch._utils._rebuild_tensor_v2 does, without its look for a FakeTensorMode.
 
-    That takes half of its time, and no tensor that is made in such a mode is used: loads have looked for it before.
+    That takes half of its time. Loads leave the file to stock torch.load while such a mode is active.
     """
     tensor: torch.Tensor = torch._utils._rebuild_tensor(storage, storage_offset, size, stride)
     tensor.requires_grad = requires_grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import threading
 from pathlib import Path
 
@@ -179,24 +180,51 @@ def test_old_steps_go_where_the_disk_is_too_full_for_latest(tmp_path: Path, capl
     assert "step 2 is saved, but LATEST does not name it" in caplog.text
 
 
-class RootNotSynced(Filesystem):
-    def __init__(self, root: Path) -> None:
-        self._root = str(root)
+def test_steps_that_somebody_has_removed_by_hand_do_not_count_where_the_disk_is_full(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    root = Root(str(tmp_path), RetentionPolicy(keep=1))
+    root.take()
+    root.next_commit_number()  # knows both
+    shutil.rmtree(tmp_path / "step-00000002")
+    assert not root.make_room()
+    root.release()
+    assert steps_in(tmp_path) == [1]
 
-    def sync_directory(self, path: str) -> None:
-        if path == self._root:
-            raise fp.StorageError(errno.EIO, f"syncing {path} failed", path)
-        super().sync_directory(path)
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_save_that_fails_beside_removals_costs_no_other_step(
+    keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_directory = root_module.remove_directory
+    go = threading.Event()
+
+    def late(path: str) -> bool:
+        assert go.wait(60)
+        return remove_directory(path)
+
+    with fp.Checkpointer(tmp_path, keep=keep, on_error="warn") as checkpointer:
+        for step in range(keep):
+            checkpointer.save(step, {}).result()
+        monkeypatch.setattr(root_module, "remove_directory", late)
+        for step in range(keep, 2 * keep + 1):
+            checkpointer.save(step, {}).wait_written()
+        with using(Without("state.pt")):
+            failed = checkpointer.save(100, {"w": torch.ones(3)})
+            failed.wait_written()
+        go.set()
+        assert isinstance(failed.exception(), fp.StorageError)
+        checkpointer.wait()
+    assert steps_in(tmp_path) == list(range(2 * keep + 1))[-keep:]
 
 
-def test_a_step_that_may_not_be_durable_goes_like_any_other(tmp_path: Path) -> None:
-    with fp.Checkpointer(tmp_path, keep=1) as checkpointer:
-        checkpointer.save(1, {}).result()
-        with using(RootNotSynced(tmp_path)), pytest.raises(fp.StorageError, match="is published, but"):
-            checkpointer.save(2, {}).result()
-        assert checkpointer.steps() == [1, 2]
-        checkpointer.save(3, {}).result()
-    assert steps_in(tmp_path) == [3]
+class Without(Filesystem):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create(self, path: str, mode: int = 0o666) -> int:
+        if path.endswith(self._name):
+            raise fp.StorageError(errno.EIO, f"creating {path} failed", path)
+        return super().create(path, mode)
 
 
 def test_step_that_is_read_stays_until_a_later_one_is_durable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

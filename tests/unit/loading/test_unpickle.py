@@ -379,14 +379,41 @@ def test_damage_of_a_directory_that_torch_finds_is_a_format_error(place: int, va
         assert str(path) in str(caught.value)
 
 
-def test_an_error_of_a_map_location_stays_what_it_is(tmp_path: Path) -> None:
-    def refuse(storage: object, location: str) -> object:
-        raise ValueError("no such place")
+class Picky:
+    """Raises what torch raises of damaged archives, when it is loaded."""
 
-    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match="no such place") as caught:
-        fp.load(tmp_path / "x.pt", map_location=refuse)
-    assert not isinstance(caught.value, fp.FastPersistError)
+    def __init__(self, error: Exception) -> None:
+        self.says = str(error)
+        self.is_value = isinstance(error, ValueError)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise (ValueError if state["is_value"] else RuntimeError)(state["says"])
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("PytorchStreamReader: no")], ids=["value", "reader"])
+@pytest.mark.parametrize("place", ["map_location", "class", "safe class", "package"])
+def test_errors_of_other_code_are_no_damage(
+    place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(3), "x": 3 if place in ("map_location", "package") else Picky(error)}, path)
+
+    def refuse(storage: object, location: str) -> object:
+        raise error
+
+    options: dict[str, Any] = {}
+    if place == "map_location":
+        options = {"map_location": refuse}
+    elif place == "class":
+        options = {"weights_only": False}
+    elif place == "package":
+        registry = torch.serialization._package_registry
+        monkeypatch.setattr(torch.serialization, "_package_registry", [(5, lambda storage: None, refuse), *registry])
+    with torch.serialization.safe_globals([Picky] if place == "safe class" else []):
+        for load in (fp.load, partial(fp.load, keys=["w"])):
+            with pytest.raises(type(error), match="no") as caught:
+                load(path, **options)
+            assert not isinstance(caught.value, fp.FastPersistError)
 
 
 def test_file_object_is_torchs(tmp_path: Path) -> None:

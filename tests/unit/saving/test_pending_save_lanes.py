@@ -73,6 +73,23 @@ def test_a_task_whose_thread_was_not_started_runs_with_the_next_one(monkeypatch:
     assert ran == [1, 2]
 
 
+def test_a_task_without_a_thread_may_submit_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    lane = Lane("line")
+    ran: list[str] = []
+
+    def first() -> None:
+        lane.submit(lambda: ran.append("second"))
+        ran.append("first")
+
+    lane.submit(first)
+    assert ran == ["first", "second"]
+    assert lane.is_idle()
+
+
 def test_every_task_of_many_threads_runs_once_and_alone() -> None:
     lane = Lane("line")
     inside = 0
