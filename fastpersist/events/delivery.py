@@ -105,7 +105,8 @@ def log_of(root: str, rank: int) -> EventLog:
         known = _logs.get((root, rank))
         if known is None:
             known = _logs[root, rank] = EventLog(root, rank)
-            _logs.setdefault((os.path.realpath(root), rank), known)  # a save tells where links lead
+        # A save tells where links lead. An earlier log of that place may be gone any moment.
+        _logs[os.path.realpath(root), rank] = known
         return known
 
 

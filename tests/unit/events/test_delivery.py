@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -164,3 +165,17 @@ def test_log_that_nobody_keeps_is_forgotten(tmp_path: Path) -> None:
     emit("removed", str(tmp_path / "step-00000001"), {}, step=1)
     assert flush(60)
     assert not os.listdir(tmp_path)
+
+
+def test_log_of_a_link_does_not_go_with_an_earlier_one_of_its_place(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "link").symlink_to("root")
+    earlier = log_of(str(tmp_path / "root"), 0)
+    log = log_of(str(tmp_path / "link"), 0)
+    assert log is not earlier
+    del earlier
+    gc.collect()
+    emit("committed", str(tmp_path / "root" / "step-00000001"), {}, step=1)
+    assert flush(60)
+    (event,) = read_events(tmp_path / "root")
+    assert (event.kind, event.step) == ("committed", 1)
