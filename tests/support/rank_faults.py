@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,8 @@ def cut_lines(ranks: Ranks) -> Callable[[], None]:
 
     def cut() -> None:
         for connection in list(ranks.connections._by_rank.values()):
-            connection.socket.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the other side was faster, and this one has closed it
+                connection.socket.shutdown(socket.SHUT_RDWR)
 
     return cut
 
