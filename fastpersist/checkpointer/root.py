@@ -200,7 +200,8 @@ class Root:
         path: The directory.
         unloadable: Steps that a load could not read although their manifests are whole.
 
-    Thread safety: the training thread calls take, release, remove and remove_together; any thread calls the others.
+    Thread safety: the training thread calls take, release, remove and remove_together (where each node has a root of
+        its own, the thread that writes calls take); any thread calls the others.
     """
 
     def __init__(self, path: str, retention: RetentionPolicy, lock_timeout_s: float = 0.0) -> None:
@@ -390,7 +391,7 @@ class Root:
         """Remove the steps that no rule keeps; tell if any went. For a save that finds the disk full.
 
         A process that died after a commit may have left some, or the rules keep fewer than before. The newest step may
-        not be durable yet, so the root is synced first; if it is damaged, all stay. Errors are logged, not raised.
+        not be durable yet, so the root is synced first. If a load could not read it, all stay. Errors are only logged.
         """
         if self._root_lock is None:
             return False
@@ -398,7 +399,7 @@ class Root:
             self.forget()  # somebody may have removed steps by hand to make room
             with self._lock:
                 known = dict(self._known())
-            if not steps_to_remove(known, self._retention) or self.is_damaged(list(known)[-1]):
+            if not steps_to_remove(known, self._retention) or list(known)[-1] in self.unloadable:
                 return False
             filesystem().sync_directory(self.directory)
         except StorageError as error:

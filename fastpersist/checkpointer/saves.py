@@ -161,9 +161,8 @@ class StepSaves:
         is_coordinator = together is None or not together.session.rank
         has_root = False
         try:
-            if is_coordinator:
-                if not self._root.is_locked():
-                    self._queue.join(None)
+            if is_coordinator and not self._root.is_locked():
+                self._queue.join(None)  # what follows these saves goes by what is known of the root now
                 self.own_root()
             has_root = True
             if together is not None and self.bound.needs_stores():
