@@ -80,6 +80,8 @@ def test_threads_that_save_to_one_path_never_show_half_a_file(tmp_path: Path) ->
     def save(first: int) -> None:
         for step in range(first, first + 10):
             fp.save(make_state(step), path, durable=False)
+        while len(steps_seen) < 2 and reader.is_alive():  # a slow machine may not have let it read beside a save yet
+            fp.save(make_state(step), path, durable=False)
 
     def read() -> None:
         while not done.is_set():
