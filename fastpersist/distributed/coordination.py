@@ -3,8 +3,7 @@
 They talk beside training, without collectives and without torch's Store. `connections` carries frames on a thread of
 its own, `sessions` has what is said in one session; this module imports both, and neither imports it. The coordinator,
 rank 0, is connected with each follower. When a process dies, the kernel closes its connections, so the other ranks know
-at once. `Ranks.meet` is the only collective; after it, no call waits longer than half a second without calling
-`Session.poll`.
+at once. `Ranks.meet` is the only collective.
 
 While a call waits for a rank of which nothing was heard lately, the I/O thread asks it whether it is alive (*pulse*);
 the I/O thread there answers, whatever its other threads do (*alive*). So a rank that is late costs time, not the save.
@@ -226,12 +225,11 @@ class Ranks:
             time.sleep(WAKE_S)
         return f"rank {self.rank} cannot reach rank 0 at {reason}"
 
-    def begin(self, subject: str, *, poll: Callable[[], object] | None = None) -> Session:
+    def begin(self, subject: str) -> Session:
         """Begin the next session, in the same order on all ranks. Never blocks.
 
         Args:
             subject: What is saved, for messages: "step 100", or a path.
-            poll: See `Session`.
 
         Raises:
             CoordinationError: The ranks were closed, or belong to the process that this one was forked from.
@@ -240,7 +238,7 @@ class Ranks:
             self.connections.take_connections()  # again, if this process had too many open files before
             self.connections.catch_up()  # a connection that is lost by now was lost before this session
             self._begun += 1
-            session = Session(self, self._begun, subject, poll)
+            session = Session(self, self._begun, subject)
             session.failure = self._failures.get(self._begun)
             for early in self._early.pop(self._begun, []):
                 session.arrive(*early)

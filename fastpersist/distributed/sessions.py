@@ -87,8 +87,6 @@ class Session:
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
         block_bytes: What is cut among the ranks is cut at multiples of it.
         subject: What is saved, for messages: "step 100", or a path.
-        poll: Called without arguments at least once a second while a call waits; None for nothing. When it raises, the
-            other ranks are told, and the call raises that.
         message_count: Messages that this rank has sent and received.
         message_bytes: Their bytes, headers included.
         number: Of this session among those of the group; for `Ranks`, as are the attributes below.
@@ -97,13 +95,12 @@ class Session:
         awaited: While a call waits, returns the ranks for which it does.
     """
 
-    def __init__(self, ranks: Line, number: int, subject: str, poll: Callable[[], object] | None) -> None:
+    def __init__(self, ranks: Line, number: int, subject: str) -> None:
         self.rank = ranks.rank
         self.count = ranks.count
         self.nodes = ranks.nodes
         self.block_bytes = ranks.block_bytes
         self.subject = subject
-        self.poll = poll
         self.message_count = 0
         self.message_bytes = 0
         self._ranks = ranks
@@ -442,17 +439,10 @@ class Session:
             self.awaited = None
 
     def _wait_long(self, over: Callable[[], bool], awaited: Callable[[], Sequence[int]], limit_s: float | None) -> bool:
-        now_s = since_s = poll_s = told_s = time.monotonic()
+        now_s = since_s = told_s = time.monotonic()
         left_s = WAKE_S if limit_s is None else limit_s
         while not self._ranks.connections.wait_until(over, max(0.0, min(WAKE_S, left_s))):
             now_s = time.monotonic()
-            if self.poll is not None and now_s >= poll_s:
-                poll_s = now_s + WAKE_S / 2
-                try:
-                    self.poll()
-                except BaseException as error:
-                    self.fail(error)
-                    raise
             if limit_s is not None:
                 left_s = since_s + limit_s - now_s
                 if left_s <= 0:

@@ -85,8 +85,6 @@ def test_two_groups_of_the_same_ranks_do_not_hear_each_other() -> None:
 def test_a_session_is_begun_on_one_thread_while_another_waits_in_the_one_before() -> None:
     with ranks_in_threads(2) as ranks:
         session, other = begin(ranks)
-        waits = threading.Event()
-        session.poll = waits.set
         got: list[float] = []
 
         def gather() -> None:
@@ -95,7 +93,7 @@ def test_a_session_is_begun_on_one_thread_while_another_waits_in_the_one_before(
 
         thread = threading.Thread(target=gather)
         thread.start()
-        assert waits.wait(TIMEOUT_S)
+        eventually(lambda: session.awaited)
         since_s = time.monotonic()
         begin(ranks)
         assert time.monotonic() - since_s < AT_ONCE_S / 4

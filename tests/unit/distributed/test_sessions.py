@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
@@ -36,7 +35,6 @@ from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
     InternalError,
-    NoSpaceError,
     PeerError,
 )
 
@@ -235,29 +233,6 @@ def test_an_answer_that_came_before_a_failure_is_heard() -> None:
         eventually(lambda: one.failure)
         with pytest.raises(PeerError):
             one.check()
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_what_poll_raises_is_raised_and_told(culprit: int) -> None:
-    calls: list[float] = []
-
-    def poll() -> None:
-        calls.append(time.monotonic())
-        if len(calls) == 4:
-            raise FULL
-
-    with ranks_in_threads(2) as ranks:
-        sessions = begin(ranks)
-        sessions[culprit].poll = poll
-        wait = [lambda: sessions[0].gather(b""), sessions[1].hear][culprit]
-        with pytest.raises(NoSpaceError):
-            wait()
-        assert max(after - before for before, after in itertools.pairwise(calls)) < AT_ONCE_S
-        eventually(lambda: sessions[1 - culprit].failure)
-        with pytest.raises(PeerError) as caught:
-            sessions[1 - culprit].check()
-        assert_failed(caught.value, culprit, "no room")
-        assert_went_well(say_all(begin(ranks)))
 
 
 # --- late, silent, or waiting for each other
