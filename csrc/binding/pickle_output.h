@@ -79,8 +79,6 @@ class Memo {
 enum Opcode : char {
   kMark = '(',
   kStop = '.',
-  kPop = '0',
-  kPopMark = '1',
   kBinInt = 'J',
   kBinInt1 = 'K',
   kBinInt2 = 'M',

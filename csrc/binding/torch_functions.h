@@ -16,7 +16,7 @@ namespace fastpersist {
 //
 // Torch is not there when this is built, so its functions are found by name while the program runs: three of the C
 // functions that it keeps stable (torch/csrc/inductor/aoti_torch/c/shim.h), and four of C++, whose names hold the types
-// of their arguments. Where the structures of a tensor have what else is asked is found by what Python says of samples.
+// of their arguments. The offsets of other fields are found by comparing sample tensors with their Python attributes.
 // All of it must agree with Python's attributes on samples; else none of it is used.
 //
 // REQUIRES, of all calls: the object's type is torch.Tensor or Parameter, and the GIL is held. StorageOffset,

@@ -174,8 +174,6 @@ class Device {
   Device& operator=(const Device&) = delete;
 
   int ordinal() const { return ordinal_; }
-  // The node of the nearest host memory; -1: unknown, or the machine has one node.
-  int numa_node() const { return numa_node_; }
 
   CopyStream& to_host() { return to_host_; }
   CopyStream& to_device() { return to_device_; }
@@ -201,7 +199,7 @@ class Device {
 
   const CudaDriver& driver_;
   const int ordinal_;
-  int numa_node_ = -1;
+  int numa_node_ = -1;  // of the nearest host memory; -1: unknown, or the machine has one node
   CudaContext context_ = nullptr;
   CopyStream to_host_{*this};
   CopyStream to_device_{*this};

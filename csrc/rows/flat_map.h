@@ -26,9 +26,6 @@ class FlatMap {
   // Room for `count` entries without growing.
   explicit FlatMap(size_t count = 8) : entries_(EntryCountFor(count)) {}
 
-  // Memory of a map with room for `count` entries.
-  static uint64_t BytesFor(size_t count) { return EntryCountFor(count) * sizeof(Entry); }
-
   size_t size() const { return count_; }
 
   void Prefetch(uint64_t key) const { __builtin_prefetch(&entries_[HomeOf(key)]); }

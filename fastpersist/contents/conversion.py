@@ -7,7 +7,6 @@ written must have the same, and all of a tensor the one that the source records.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import json
@@ -32,7 +31,7 @@ from fastpersist.saving.containers import Checksum, Container, Literal, Part, co
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.write_file import WrittenFile, publish_file, write_file
 from fastpersist.transfer.engine_selection import refuse_null_engine
-from fastpersist.transfer.tensor_memory import storage_without_memory
+from fastpersist.transfer.tensor_memory import crc32_of, storage_without_memory
 from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Conversion", "Wish", "convert"]
@@ -347,14 +346,14 @@ class _Sums:
         for piece, start_bytes in zip(batch, places, strict=False):
             number, data = piece.number, piece.data
             target = self._targets[number]
-            self._read[number] = _crc_of(data, self._read[number])
+            self._read[number] = crc32_of(data, self._read[number])
             if target.dtype != target.stored.dtype:
                 values = piece.values(target.stored.dtype)
                 end_bytes = start_bytes + len(values) * target.dtype.itemsize
                 data = self._memory[start_bytes:end_bytes]
                 for into, part in zip(in_parts(data.view(target.dtype)), in_parts(values), strict=True):
                     into.copy_(part)
-            self._written[number] = _crc_of(data, self._written[number])
+            self._written[number] = crc32_of(data, self._written[number])
             yield data
 
     def _room_bytes(self, piece: Piece) -> int:
@@ -381,7 +380,3 @@ class _Sums:
                 )
             if written != wanted:
                 raise InternalError(f"{target.name} changed in memory between reading and writing")
-
-
-def _crc_of(data: torch.Tensor, before: int) -> int:
-    return _native.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), before)

@@ -127,7 +127,7 @@ def _volume(box: _Box) -> int:
 
 
 def _parts(box: _Box, inside: list[_Box]) -> list[tuple[_Box, list[_Box]]] | None:
-    """Return the parts of a box, each with the chunks in it; none if it is covered, None if it is not."""
+    """Return the parts of a box, each with the chunks in it; [] if the chunks cover it, None if they do not."""
     lows, highs = box
     partial = [
         dimension

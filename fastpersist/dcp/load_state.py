@@ -104,7 +104,7 @@ def load_sharded_state(
     )
     reader = reader or FastPersistReader(path, engine=engine)
     metadata = reader.read_metadata()
-    # Thousands of ranks do not look at thousands of parts each: what is wrong with one shows when it is read.
+    # Thousands of ranks do not look at thousands of parts each: a damaged part raises an error when it is read.
     tree = _proven_tree(path, reader, metadata, {entry.name: entry.size_bytes for entry in manifest.files})
     targets = dict(into or {})
     if rename is not None:

@@ -129,11 +129,6 @@ class Share:
         """Return the names of the tensors that one of `sources` belongs to."""
         return self.container.names_of(self.ranges[source].source)
 
-    @property
-    def cut_bytes(self) -> int:
-        """How many bytes are shared out among the writers."""
-        return sum(interior.size_bytes for interior in self._interiors)
-
     def bytes_by_rank(self) -> list[int]:
         """Return how many of the bytes that are shared out each rank writes."""
         return [sum(part.size_bytes for part in self._shard_of(rank)) for rank in range(self._session.count)]

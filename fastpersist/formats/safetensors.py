@@ -365,7 +365,7 @@ def _name(text: str, position: int) -> tuple[str, int]:
 
 
 def _behind(text: str, position: int) -> tuple[int, bool]:
-    """Leave a value; return the position of the next name, and whether the object ends instead."""
+    """Skip the separator after a value; return where the next name begins, and whether the object ends instead."""
     match = _next(text, position)
     if match is None:
         raise ValueError(f"the object does not go on at character {position}")

@@ -211,9 +211,7 @@ def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
     return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), shape, tuple(reversed(stride)))
 
 
-def meta_object(
-    source: CheckpointSource, *, weights_only: bool = True, with_headers: bool = True
-) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+def meta_object(source: CheckpointSource, *, with_headers: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:
     """Unpickle over storages without data, after a check of their sizes; also return the storages by key.
 
     Without headers, the caller proves those of the storages that it reads.
@@ -228,9 +226,7 @@ def meta_object(
     extents = Extents()
     headers = LocalHeaders(source, storages if with_headers else (), extents)
     try:
-        loaded = unpickle_while_reading(
-            source, storages, extents, headers, map_location=None, weights_only=weights_only
-        )
+        loaded = unpickle_while_reading(source, storages, extents, headers, map_location=None, weights_only=True)
         return loaded, storages
     except NotImplementedError as error:
         raise UnsupportedError(

@@ -21,6 +21,7 @@ from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
 from fastpersist.formats import npy
 from fastpersist.loading.checkpoint_file import CheckpointSource
+from fastpersist.loading.unpickle import torch_dtype
 from fastpersist.rows.sidecar import read_positions
 
 __all__ = ["Piece", "RowSource", "Source", "facts_of", "open_rows", "row_layout"]
@@ -272,9 +273,7 @@ def _safetensors(source: CheckpointSource, name: str | None, wanted: torch.dtype
     entry = next(iter(entries.values())) if name is None else entries.get(name)
     if entry is None:
         raise ConfigError(f"{source.path} has no tensor {name!r}; it has {_some(entries)}")
-    dtype = getattr(torch, entry.torch_dtype or "", None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"{source.path}: the dtype of {entry.name} is {entry.dtype}, which this torch lacks")
+    dtype = torch_dtype(entry, source.path)
     return _table(source, entry.torch_shape, dtype, dtype.itemsize, wanted, entry.offset_bytes)
 
 

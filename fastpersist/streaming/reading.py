@@ -6,7 +6,6 @@ locking would touch all of it before the first read.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 from collections import defaultdict
@@ -21,7 +20,7 @@ from fastpersist.errors import ChecksumError, ConfigError, StorageError
 from fastpersist.streaming.ring import ByteRing, Room
 from fastpersist.streaming.source import WeightSource
 from fastpersist.streaming.units import Block, Weight
-from fastpersist.transfer.tensor_memory import byte_view
+from fastpersist.transfer.tensor_memory import byte_view, crc32_of
 from fastpersist.transfer.tensor_requests import PendingIO
 
 __all__ = [
@@ -263,7 +262,7 @@ def check_values(source: WeightSource, memory: torch.Tensor, weight: Weight, at_
         at_bytes += place.size_bytes
         if place.crc32 is None:
             continue
-        crc = _native.crc32((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+        crc = crc32_of(data)
         if crc != place.crc32:
             raise ChecksumError(
                 f"the bytes of {weight.name} are damaged: their CRC is {crc:08x}, not {place.crc32:08x}",

@@ -149,12 +149,11 @@ def traffic() -> Traffic:
     return Traffic(*_native.cufile_traffic())
 
 
-def way(directory: str | os.PathLike[str], device: int = 0) -> str:
-    """Say how the engine "cufile" moves bytes here, found by writing a file from device memory.
+def way(directory: str | os.PathLike[str]) -> str:
+    """Say how the engine "cufile" moves bytes here, found by writing a file from memory of CUDA device 0.
 
     Args:
         directory: An existing directory on the file system in question.
-        device: Ordinal of the CUDA device, which is started.
 
     Returns:
         One clause, such as "peer to peer" or "compatibility mode: through host memory".
@@ -165,7 +164,7 @@ def way(directory: str | os.PathLike[str], device: int = 0) -> str:
     Thread safety: any thread; transfers of other threads at that moment are taken for its own.
     """
     prepare()
-    memory = _native.StagingBuffers(device, 1, _WAY_BYTES)
+    memory = _native.StagingBuffers(0, 1, _WAY_BYTES)
     with _scratch_file(directory) as (fd, path):
         write = (True, 0, memory.addresses[0], _WAY_BYTES)
         try:

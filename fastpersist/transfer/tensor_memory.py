@@ -19,7 +19,7 @@ from fastpersist import _native
 from fastpersist.errors import ConfigError
 from fastpersist.transfer.torch_boundary import untraced
 
-__all__ = ["byte_tensor", "byte_view", "host_tensor", "locked_tensor", "storage_without_memory"]
+__all__ = ["byte_tensor", "byte_view", "crc32_of", "host_tensor", "locked_tensor", "storage_without_memory"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -48,6 +48,11 @@ def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
     """View host memory that somebody else owns as a uint8 tensor of shape [size_bytes]."""
     return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def crc32_of(data: torch.Tensor, before: int = 0) -> int:
+    """Return the CRC-32 of a contiguous tensor's bytes on the host, behind bytes whose CRC-32 is `before`."""
+    return _native.crc32((ctypes.c_char * data.nbytes).from_address(data.data_ptr()), before)
 
 
 @untraced

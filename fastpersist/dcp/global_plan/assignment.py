@@ -37,8 +37,6 @@ _PACKED_BYTES = 64 << 20
 """So many bytes of small replicas come into one file before the next holder's file is begun."""
 
 _SHOWN_COUNT = 5
-_OBJECT_BYTES = 1 << 10
-"""What an object is taken for: nobody knows before it is pickled."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem
-from fastpersist.dcp.huggingface.crc_terms import crc_of, crc_of_zeros
+from fastpersist.dcp.huggingface.crc_terms import crc_of_zeros
 from fastpersist.dcp.huggingface.layout import ModelLayout, Run, in_file_order, runs_of
 from fastpersist.dcp.huggingface.model_part import ModelPart, said_of, scratch_engine, submit_runs
 from fastpersist.formats import safetensors
 from fastpersist.transfer.tensor_file import TensorFile
-from fastpersist.transfer.tensor_memory import byte_view
+from fastpersist.transfer.tensor_memory import byte_view, crc32_of
 from fastpersist.transfer.tensor_requests import PendingIO
 
 __all__ = ["finish_files"]
@@ -180,7 +180,7 @@ def _put_together(entry: safetensors.Entry, left: Sequence[_Left], out: TensorFi
             pending.result()
         data = byte_view(window)
         pending = out.write_async(data, offset_bytes)
-        crc = crc_of(data, crc)
+        crc = crc32_of(data, crc)
         offset_bytes += data.numel()
     if pending is not None:
         pending.result()

@@ -11,12 +11,10 @@ import ctypes
 import functools
 from collections.abc import Sequence
 
-import torch
-
 from fastpersist import _native
 from fastpersist.dcp.huggingface.layout import Run
 
-__all__ = ["crc_of", "crc_of_zeros", "term_of"]
+__all__ = ["crc_of_zeros", "term_of"]
 
 
 def term_of(address: int, runs: Sequence[Run], end_bytes: int) -> int:
@@ -28,11 +26,6 @@ def term_of(address: int, runs: Sequence[Run], end_bytes: int) -> int:
         crc = _native.crc32(data[start - first : start - first + size_bytes])
         term ^= _native.combine_crc32(crc ^ crc_of_zeros(size_bytes), 0, end_bytes - offset_bytes - size_bytes)
     return term
-
-
-def crc_of(data: torch.Tensor, crc: int) -> int:
-    """Continue a CRC with bytes in host memory."""
-    return _native.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()), crc)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,10 +31,11 @@ from fastpersist.dcp.blobs import Shape
 from fastpersist.dcp.coverage import require_filled
 from fastpersist.dcp.part_reader import Batch, PartReader, Payload, Wanted, pieces
 from fastpersist.dcp.storage_reader import CheckpointReader, tensor_committer
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError, UnsupportedError
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, StorageError
 from fastpersist.formats import safetensors
 from fastpersist.formats.safetensors import INDEX_NAME
 from fastpersist.loading.safetensors_directory import file_names, read_index
+from fastpersist.loading.unpickle import torch_dtype
 from fastpersist.transfer.reader import read_exactly
 
 __all__ = ["FastPersistHuggingFaceReader"]
@@ -227,16 +228,9 @@ def _read_file(directory: str, name: str) -> tuple[tuple[int, int], list[_Stored
         os.close(fd)
     starts = _starts_of_parts(header, path)
     return (status.st_dev, status.st_ino), [
-        _Stored(name, _dtype_of(entry, path), entry, starts.get(entry.name, (0,) * len(entry.torch_shape)))
+        _Stored(name, torch_dtype(entry, path), entry, starts.get(entry.name, (0,) * len(entry.torch_shape)))
         for entry in header.entries
     ]
-
-
-def _dtype_of(entry: safetensors.Entry, path: str) -> torch.dtype:
-    dtype = getattr(torch, entry.torch_dtype or "", None)
-    if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"{path}: {entry.name!r} is {entry.dtype}, which this torch does not have")
-    return dtype
 
 
 def _starts_of_parts(header: safetensors.Header, path: str) -> dict[str, Shape]:

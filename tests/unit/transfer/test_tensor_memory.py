@@ -9,6 +9,7 @@ import resource
 import threading
 import types
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.transfer import tensor_memory
-from fastpersist.transfer.tensor_memory import byte_tensor, byte_view, locked_tensor
+from fastpersist.transfer.tensor_memory import byte_tensor, byte_view, crc32_of, locked_tensor
 
 # torch warns of what such tensors will become.
 pytestmark = [
@@ -82,6 +83,13 @@ def test_the_bytes_of_every_dtype_are_those_in_memory(dtype: torch.dtype) -> Non
 def test_packed_dtypes_that_claim_more_bytes_than_they_have_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=r"storage has \d bytes.* reach to byte 6; its dtype is packed"):
         byte_view(torch.empty((2, 3), dtype=dtype))
+
+
+def test_the_crc_of_a_tensor_is_that_of_its_bytes_and_goes_on_from_another() -> None:
+    data = torch.arange(300, dtype=torch.int16)
+    raw = data.numpy().tobytes()
+    assert crc32_of(data) == zlib.crc32(raw)
+    assert crc32_of(data[100:], crc32_of(data[:100])) == zlib.crc32(raw)
 
 
 @pytest.mark.parametrize(
