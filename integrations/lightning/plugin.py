@@ -162,7 +162,8 @@ class FastPersistCheckpointIO(CheckpointIO):
         self.hears_of_steps: Callable[[], bool] = lambda: True  # whether Lightning's hook runs; set by the callback
         self._is_over = False
         self._has_stepped = False
-        self._last: _Saved | None = None  # until the next step
+        self._last: _Saved | None = None  # until the next step, or the next save that may not be linked to
+        self._may_link = False
         self.figures = SaveFigures("checkpoint/")
         for name in _PLUGIN_MODULES:  # so that Trainers of both packages accept it; the program has imported its own
             if name in sys.modules:
@@ -204,7 +205,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         if os.path.basename(key).startswith(SLURM_PREFIX):
             self._save_for_slurm(checkpoint, key)
             return
-        likeness = Likeness.of(checkpoint) if optimizer is not None else None
+        likeness = Likeness.of(checkpoint) if optimizer is not None and self._may_link else None
         if likeness is not None and self._has_just_saved(likeness, key):
             self._order.link(self._last.key, key)  # type: ignore[union-attr]
         else:
@@ -320,6 +321,23 @@ class FastPersistCheckpointIO(CheckpointIO):
         """Gate the optimizers that `gated` returns by `wait_captured`, which the callback calls before each step."""
         self._gated, self._is_over = gated, False
         self._has_stepped, self._last = True, None
+
+    @contextlib.contextmanager
+    def linking(self, *, is_first: bool) -> Iterator[None]:
+        """Make saves in the block links to one before in such a block, if both hold the same, and nobody saved between.
+
+        A change of weights through `.data` goes unnoticed, so only Lightning's own code may run between the two.
+
+        Args:
+            is_first: Do not link to what was saved before the block.
+        """
+        if is_first:
+            self._last = None
+        self._may_link = True
+        try:
+            yield
+        finally:
+            self._may_link = False
 
     def end(self) -> None:
         """Wait for all operations, without raising their errors; make later saves wait until they are durable."""
@@ -504,6 +522,8 @@ class FastPersistCallback(Callback):
             for checkpoint in _model_checkpoints(trainer):
                 checkpoint.file_exists = functools.partial(_file_exists, self._plugin.order, checkpoint)
                 checkpoint._link_checkpoint = functools.partial(_link_checkpoint, self._plugin.order)
+                checkpoint._save_topk_checkpoint = functools.partial(_save_topk, self._plugin, checkpoint)
+                checkpoint._save_last_checkpoint = functools.partial(_save_last, self._plugin, checkpoint)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Wait until the parameters may change."""
@@ -569,9 +589,12 @@ def _model_checkpoints(trainer: Any) -> list[Any]:
     return [one for one in trainer.checkpoint_callbacks if hasattr(one, "file_exists") and hasattr(one, "_fs")]
 
 
+_REPLACED_NAMES = ("file_exists", "_link_checkpoint", "_save_topk_checkpoint", "_save_last_checkpoint")
+
+
 def _give_back(trainer: Any) -> None:
     for checkpoint in _model_checkpoints(trainer):
-        for name in ("file_exists", "_link_checkpoint"):
+        for name in _REPLACED_NAMES:
             checkpoint.__dict__.pop(name, None)
 
 
@@ -589,3 +612,15 @@ def _link_checkpoint(order: FileOrder, trainer: Any, filepath: str, linkpath: st
     if trainer.is_global_zero and key_of(filepath) != key_of(linkpath):
         order.link(key_of(filepath), key_of(linkpath), symbolic=True)
     trainer.strategy.barrier()
+
+
+def _save_topk(plugin: FastPersistCheckpointIO, checkpoint: Any, *arguments: Any) -> None:
+    """Call ModelCheckpoint's function, right after which it calls `_save_last`."""
+    with plugin.linking(is_first=True):
+        type(checkpoint)._save_topk_checkpoint(checkpoint, *arguments)
+
+
+def _save_last(plugin: FastPersistCheckpointIO, checkpoint: Any, *arguments: Any) -> None:
+    """Call ModelCheckpoint's function, with a link to what `_save_topk` has saved, if it is the same."""
+    with plugin.linking(is_first=False):
+        type(checkpoint)._save_last_checkpoint(checkpoint, *arguments)

@@ -18,16 +18,23 @@ from support.sameness import assert_same
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.integrations.lightning import FastPersistCheckpointIO
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
+
+
+def save(plugin: FastPersistCheckpointIO, checkpoint: dict[str, Any], path: Path) -> None:
+    """Save as ModelCheckpoint does: "last" right behind another one."""
+    with plugin.linking(is_first=path.name != "last.ckpt"):
+        plugin.save_checkpoint(checkpoint, path)
 
 
 def test_same_checkpoint_under_a_second_name_is_a_hard_link_once_it_is_durable(tmp_path: Path) -> None:
     training = Training()
     plugin = plugin_of(training)
     with held_writers() as writers:
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         assert len(plugin.pending()) == 1
         assert plugin.order.expects(str(tmp_path / "last.ckpt")) is True
         expected = copied(training.checkpoint())
@@ -36,7 +43,7 @@ def test_same_checkpoint_under_a_second_name_is_a_hard_link_once_it_is_durable(t
         plugin.wait()
     assert (tmp_path / "a.ckpt").samefile(tmp_path / "last.ckpt")
     assert_same(torch.load(tmp_path / "last.ckpt"), expected)
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
     plugin.wait()
     assert_same(torch.load(tmp_path / "a.ckpt"), expected)  # the other name keeps the old file
     assert torch.load(tmp_path / "last.ckpt")["global_step"] == 2
@@ -47,10 +54,10 @@ def test_second_name_of_a_durable_file_replaces_what_has_the_name(tmp_path: Path
     training = Training()
     plugin = plugin_of(training)
     (tmp_path / "last.ckpt").symlink_to("nothing")
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
     plugin.wait()
     for _ in range(2):  # the second time both are names of one file already
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         plugin.wait()
     assert (tmp_path / "a.ckpt").samefile(tmp_path / "last.ckpt")
     assert not (tmp_path / "last.ckpt").is_symlink()
@@ -67,8 +74,8 @@ def test_where_there_are_no_hard_links_the_second_name_is_a_copy(
         raise OSError(errno.EPERM, "no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
     plugin.wait()
     assert not (tmp_path / "a.ckpt").samefile(tmp_path / "last.ckpt")
     assert (tmp_path / "a.ckpt").read_bytes() == (tmp_path / "last.ckpt").read_bytes()
@@ -87,8 +94,8 @@ def test_when_the_second_name_fails_what_it_was_to_replace_stays_and_the_error_i
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", refuse)
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         plugin.remove_checkpoint(tmp_path / "old-last.ckpt")
         with pytest.raises(OSError, match="broken"):
             plugin.wait()
@@ -100,8 +107,8 @@ def test_failed_save_has_no_second_name(tmp_path: Path) -> None:
     plugin = plugin_of(training)
     torch.save({"global_step": 0}, tmp_path / "last.ckpt")
     with held(FullFor("a.ckpt")) as writers:
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         writers.release()
         with pytest.raises(fp.NoSpaceError):
             plugin.wait()
@@ -139,10 +146,10 @@ def test_checkpoint_that_differs_is_saved_by_itself(
 ) -> None:
     training = Training(fused=fused)
     plugin = plugin_of(training)
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
     plugin.wait()
     second = change(training)
-    plugin.save_checkpoint(second, tmp_path / "last.ckpt")
+    save(plugin, second, tmp_path / "last.ckpt")
     plugin.wait()
     assert_same(torch.load(tmp_path / "last.ckpt"), copied(second))
     assert not (tmp_path / "a.ckpt").samefile(tmp_path / "last.ckpt")
@@ -152,7 +159,7 @@ def test_what_cannot_be_compared_is_saved_twice(tmp_path: Path) -> None:
     training = Training()
     plugin = plugin_of(training)
     for name in ("a.ckpt", "last.ckpt"):
-        plugin.save_checkpoint(training.checkpoint(hyper=torch.nn.Identity()), tmp_path / name)
+        save(plugin, training.checkpoint(hyper=torch.nn.Identity()), tmp_path / name)
     plugin.wait()
     assert not (tmp_path / "a.ckpt").samefile(tmp_path / "last.ckpt")
 
@@ -160,9 +167,9 @@ def test_what_cannot_be_compared_is_saved_twice(tmp_path: Path) -> None:
 def test_removed_file_does_not_get_a_second_name(tmp_path: Path) -> None:
     training = Training()
     plugin = plugin_of(training)
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
     plugin.remove_checkpoint(tmp_path / "a.ckpt")
-    plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+    save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
     plugin.wait()
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
@@ -174,7 +181,7 @@ def test_link_is_made_once_its_file_is_durable_and_not_if_it_fails(tmp_path: Pat
     plugin.order.link(str(tmp_path / "1.ckpt"), key, symbolic=True)
     assert os.readlink(key) == "1.ckpt"
     with held_writers() as writers:
-        plugin.save_checkpoint({"global_step": 2}, tmp_path / "2.ckpt")
+        save(plugin, {"global_step": 2}, tmp_path / "2.ckpt")
         plugin.order.link(str(tmp_path / "2.ckpt"), key, symbolic=True)
         plugin.remove_checkpoint(tmp_path / "1.ckpt")
         assert os.readlink(key) == "1.ckpt"
@@ -183,7 +190,7 @@ def test_link_is_made_once_its_file_is_durable_and_not_if_it_fails(tmp_path: Pat
         plugin.wait()
     assert os.readlink(key) == "2.ckpt"
     with using(Full()):
-        plugin.save_checkpoint({"global_step": 3}, tmp_path / "3.ckpt")
+        save(plugin, {"global_step": 3}, tmp_path / "3.ckpt")
         plugin.order.link(str(tmp_path / "3.ckpt"), key, symbolic=True)
         plugin.remove_checkpoint(tmp_path / "2.ckpt")
         with pytest.warns(RuntimeWarning, match=r"3\.ckpt"):
@@ -197,10 +204,10 @@ def test_after_a_failure_the_second_name_is_written_by_itself(tmp_path: Path) ->
     torch.save({"global_step": 0}, tmp_path / "a.ckpt")
     with held(FullFor("a.ckpt")) as writers:
         writers.release()
-        plugin.save_checkpoint(training.checkpoint(), tmp_path / "a.ckpt")
+        save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
         plugin.order.join()
         with pytest.warns(RuntimeWarning, match=r"a\.ckpt"):
-            plugin.save_checkpoint(training.checkpoint(), tmp_path / "last.ckpt")
+            save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         plugin.wait()
     assert torch.load(tmp_path / "a.ckpt") == {"global_step": 0}
     assert_same(torch.load(tmp_path / "last.ckpt"), copied(training.checkpoint()))
@@ -234,10 +241,22 @@ def test_whatever_finishes_first_the_files_are_those_that_were_asked_for_last(tm
                 expected.pop(name, None)
             else:
                 part = count if deed == "new" else max(expected.values(), default=count)
-                plugin.save_checkpoint(training.checkpoint(part=part), tmp_path / name)
+                save(plugin, training.checkpoint(part=part), tmp_path / name)
                 expected[name] = part
             for one in names:
                 known = plugin.order.expects(str(tmp_path / one))
                 assert known in (one in expected, None)
         plugin.wait()
     assert {path.name: torch.load(path)["part"] for path in tmp_path.iterdir()} == expected
+
+
+def test_saves_that_the_program_makes_itself_are_no_links(tmp_path: Path) -> None:
+    """Between them it may swap in other weights by `.data`, which moves no counter."""
+    training = Training()
+    plugin = plugin_of(training)
+    for name, value in (("raw.ckpt", 1.0), ("average.ckpt", 2.0)):
+        plugin.save_checkpoint(training.checkpoint(), tmp_path / name)
+        plugin.wait()
+        for parameter in training.optimizer.param_groups[0]["params"]:
+            parameter.data.fill_(value)
+    assert not (tmp_path / "raw.ckpt").samefile(tmp_path / "average.ckpt")
