@@ -43,7 +43,7 @@ from fastpersist import (
     verify,
 )
 
-from ._shared.redirection import saves_into
+from ._shared.redirection import Redirection, saves_into
 from ._shared.requirements import require
 from ._shared.save_figures import SaveFigures
 
@@ -312,7 +312,8 @@ def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -
         stack.enter_context(_scaler_of_main_process(accelerator))
         if isinstance(files, DirectorySave):
             of_main_process = (lambda _name: False) if _is_sharding(accelerator) else None
-            stack.enter_context(saves_into(files, optimizer=optimizers, shared=of_main_process))
+            redirection = stack.enter_context(saves_into(files, optimizer=optimizers, shared=of_main_process))
+            stack.enter_context(_hooks_writing_at_once(accelerator, redirection))
         else:
             stack.enter_context(installed())
         if files is not None and _is_sharding(accelerator):
@@ -358,6 +359,23 @@ def _scaler_of_main_process(accelerator: Accelerator) -> Iterator[None]:
     finally:
         hook.remove()
         accelerator.scaler = scaler
+
+
+@contextmanager
+def _hooks_writing_at_once(accelerator: Accelerator, redirection: Redirection) -> Iterator[None]:
+    """Write what users' hooks save before the call that saves it returns: they may go on to use their files."""
+
+    def set_at_once(at_once: bool) -> None:
+        redirection.at_once = at_once
+
+    first = accelerator.register_save_state_pre_hook(lambda *_: set_at_once(True))
+    accelerator._save_model_state_pre_hook.move_to_end(first.id, last=False)
+    last = accelerator.register_save_state_pre_hook(lambda *_: set_at_once(False))
+    try:
+        yield
+    finally:
+        first.remove()
+        last.remove()
 
 
 @contextmanager

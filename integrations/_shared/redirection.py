@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from fastpersist import DirectorySave, PeerDirectorySave
+from fastpersist import DirectorySave, PeerDirectorySave, save
 
 from ..torch_save import routed
 from .replacement import Function, Replacement
 
-__all__ = ["saves_into"]
+__all__ = ["Redirection", "saves_into"]
 
 # The names under which packages import safetensors' save_file.
 _SAVE_FILE_NAMES = (
@@ -55,7 +55,14 @@ def _wrap_save_file(before: Function) -> Function:
 _save_file = Replacement(_places, _wrap_save_file)
 
 
-class _Redirection:
+class Redirection:
+    """Takes the saves of one block of `saves_into`.
+
+    Attributes:
+        at_once: Write files whole before the call that saves them returns, for code that uses its files: it may read,
+            rename or replace them. Else they are written beside training, and there when all is published.
+    """
+
     def __init__(
         self,
         files: DirectorySave | PeerDirectorySave,
@@ -68,11 +75,14 @@ class _Redirection:
         self._optimizer = optimizer
         self._constant = constant
         self._shared = shared
+        self.at_once = False
 
     def take(self, obj: object, path: str) -> bool:
+        """Save an object as torch.save would, if the path is in the directory; return whether it is."""
         return self._save(obj, path, "torch", None)
 
     def take_safetensors(self, tensors: Mapping[str, Any], path: str, metadata: Mapping[str, str] | None) -> bool:
+        """Save tensors as safetensors' save_file would, if the path is in the directory; return whether it is."""
         return self._save(tensors, path, "safetensors", metadata)
 
     def _save(self, obj: object, path: str, file_format: str, metadata: Mapping[str, str] | None) -> bool:
@@ -82,6 +92,9 @@ class _Redirection:
         own = self._shared is not None and not self._shared(name)
         if own and isinstance(self._files, PeerDirectorySave):
             return True  # the coordinator saves it
+        if self.at_once:  # publishing finds, syncs and lists it
+            save(obj, os.path.join(self._root, name), durable=False, format=file_format, metadata=metadata)
+            return True
         self._files.save(
             obj, name, self._optimizer, constant=self._constant, format=file_format, metadata=metadata, own=own
         )
@@ -101,7 +114,7 @@ def saves_into(
     optimizer: object = None,
     constant: object = (),
     shared: Callable[[str], bool] | None = None,
-) -> Iterator[None]:
+) -> Iterator[Redirection]:
     """Redirect this thread's torch.save and save_file calls below `files.path` into `files`.
 
     Args:
@@ -112,16 +125,19 @@ def saves_into(
             Only the coordinator saves the other files; a follower's save under such a name is dropped. None: all files
             are shared.
 
+    Yields:
+        The redirection, which can write at once.
+
     Raises:
-        ConfigError: In the block: a file is saved twice, or safetensors cannot hold the object.
+        ConfigError: In the block: a file is saved twice, but for `at_once`; or safetensors cannot hold the object.
     """
-    redirection = _Redirection(files, optimizer, constant, shared)
+    redirection = Redirection(files, optimizer, constant, shared)
     stack = _redirections.__dict__.setdefault("stack", [])
     stack.append(redirection)
     _save_file.hold()
     try:
         with routed(redirection.take):
-            yield
+            yield redirection
     finally:
         _save_file.release()
         stack.remove(redirection)

@@ -66,6 +66,7 @@ def attach(
     on_error: str = "raise",
     engine: str = "auto",
     writers: str | int = "auto",
+    constant: object = (),
 ) -> Attachment:
     """Make a Trainer write its checkpoints in the background, and publish each as a whole.
 
@@ -97,6 +98,8 @@ def attach(
         writers: With DDP, the ranks that write replicated state: "all", "node" (one of each machine), a number, or
             "auto": up to 8 on one machine, or one on each of several. 1: the coordinator alone, also where replicas
             differ.
+        constant: Modules and tensors that never change, such as a frozen encoder: they are not copied. Frozen weights
+            that are not named are copied before a save returns, as other code may change them (an EMA teacher).
 
     Returns:
         The attachment; its `detach` removes it.
@@ -116,7 +119,7 @@ def attach(
     if "_save_checkpoint" in trainer.__dict__:
         raise ConfigError("other code has replaced this trainer's _save_checkpoint: call attach(trainer) before it")
     refuse_unsupported(trainer.args, trainer.model)
-    saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers)
+    saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers, constant=constant)
     return Attachment(trainer, saves, always_wait=on_save == "sync")
 
 
@@ -201,6 +204,8 @@ class Attachment:
             trainer.store_flos()
         at_once = self._always_wait or trainer.args.push_to_hub or trainer.control.should_training_stop
         self._expected, self._dropped = None, False
+        self._saves.settle()
+        trainer.control = self.deliver(trainer.control)  # before a rotation that this save may bring
         flight = self._saves.save(trainer, trainer._get_output_dir(trial=trial), synchronous=at_once)
         if flight is None or flight.published is False:
             self._dropped = True

@@ -38,14 +38,17 @@ class FastPersistCallback(TrainerCallback):
             or at its end. "warn": issue a RuntimeWarning and go on. Either way the error is logged.
         engine: "auto", or an engine's name, which then never falls back.
         writers: With DDP, the ranks that write replicated state, as in `attach`.
+        constant: Modules and tensors that never change, as in `attach`.
 
     Raises:
         ConfigError: Unknown options; and, from train(): save_strategy="best", load_best_model_at_end, push_to_hub, a
             gradient scaler (fp16), FSDP, or a strategy that saves by itself.
     """
 
-    def __init__(self, *, on_error: str = "raise", engine: str = "auto", writers: str | int = "auto") -> None:
-        self._saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers)
+    def __init__(
+        self, *, on_error: str = "raise", engine: str = "auto", writers: str | int = "auto", constant: object = ()
+    ) -> None:
+        self._saves = CheckpointSaves(on_error=on_error, engine=engine, writers=writers, constant=constant)
 
     def pending(self) -> PendingSave | None:
         """Return the save under way, or this rank's part of it; None if there is none."""

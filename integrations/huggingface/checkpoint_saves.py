@@ -11,8 +11,6 @@ Trainer is configured (`fsdp`).
 from __future__ import annotations
 
 import copy
-import ctypes
-import functools
 import logging
 import os
 import re
@@ -45,7 +43,7 @@ from fastpersist import (
 )
 
 from .._shared.agreement import are_several, is_first_rank, on_all_ranks
-from .._shared.redirection import saves_into
+from .._shared.redirection import Redirection, saves_into
 from .._shared.requirements import require_writers
 from .._shared.save_figures import SaveFigures
 from .foreign_files import clear_up, drop_held, hold_foreign
@@ -57,8 +55,6 @@ _log = logging.getLogger("fastpersist")
 
 SENTINEL_NAME = "checkpoint-is-incomplete.txt"
 """The file with which the Trainer's own save at SIGTERM marks a directory as incomplete."""
-
-_SAMPLE_COUNT = 64  # elements of a frozen parameter to compare between saves
 
 Result = TypeVar("Result")
 
@@ -125,12 +121,13 @@ class CheckpointSaves:
         on_error: "raise" or "warn": what to do about a failed save.
         engine: "auto", or an engine's name, which then never falls back.
         writers: With several ranks, those that write replicated state: "auto", "all", "node" or a number.
+        constant: Modules and tensors that never change, as in `DirectorySave.save`.
 
     Raises:
         ConfigError: on_error, engine or writers is unknown.
     """
 
-    def __init__(self, *, on_error: str, engine: str, writers: str | int = "auto") -> None:
+    def __init__(self, *, on_error: str, engine: str, writers: str | int = "auto", constant: object = ()) -> None:
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
@@ -140,7 +137,7 @@ class CheckpointSaves:
         self._engine = engine
         self._flight: Flight | None = None
         self._rotating: PendingSave | None = None  # published, but may still be deleting old checkpoints
-        self._frozen = _FrozenParameters()
+        self._constant = constant
         self._plans: dict[str, Any] = {}  # of shards, for the next save
         self.figures = SaveFigures("checkpoint_")
 
@@ -169,7 +166,7 @@ class CheckpointSaves:
         """Report the outcome of the save under way, if it is written: never wait. All ranks call it."""
         flight = self._flight
         if flight is not None and from_first_rank(lambda: flight.pending is not None and flight.pending.is_written()):
-            self._settle()
+            self.settle()
 
     def finish(self) -> None:
         """Wait for the save under way, and report its outcome. All ranks call it.
@@ -178,10 +175,14 @@ class CheckpointSaves:
             FastPersistError, …: With on_error="raise": the save has failed.
         """
         self.join()
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
-        """Wait until the save under way is published, but not until old checkpoints are deleted."""
+    def settle(self) -> None:
+        """Wait until the save under way is published, but not until old checkpoints are deleted; report its outcome.
+
+        Raises:
+            FastPersistError, …: As in `finish`.
+        """
         flight = self._flight
         if flight is None:
             return
@@ -219,7 +220,7 @@ class CheckpointSaves:
             FastPersistError, …: With on_error="raise": this save has failed already, or the one before has.
             Exception: Errors of the Trainer's functions.
         """
-        self._settle()
+        self.settle()
         state, args = trainer.state, trainer.args
         path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         flight = Flight(path, state, state.best_model_checkpoint)
@@ -238,9 +239,8 @@ class CheckpointSaves:
             synchronous = synchronous or views[0].is_urgent
             are_allowed = self._writers != 1 or is_sharding(trainer)  # only the rank itself holds its shards
             all_write = len(views) > 1 and are_allowed and all(view.can_take_part for view in views)
-            frozen = functools.reduce(int.__and__, (view.frozen for view in views)) if all_write else views[0].frozen
             hidden_path = _on_all_ranks(begin)[0] or ""
-            _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path, frozen, all_write=all_write))
+            _on_all_ranks(lambda: self._put_together(trainer, files, hidden_path, all_write=all_write))
         except BaseException as error:
             if files is not None:
                 files.abort()
@@ -261,16 +261,13 @@ class CheckpointSaves:
     def _view(self, trainer: Any, path: str, run_dir: str) -> _View:
         """Collect what this rank tells the others before a save begins."""
         if is_sharding(trainer):
-            can_take_part, frozen = are_several(), 0  # FSDP's parameters are not plain
+            can_take_part = are_several()
         else:
             can_take_part = are_several() and _is_put_together_as_ever(trainer)
-            looks = can_take_part or is_first_rank()
-            frozen = self._frozen.unchanged_in(trainer.model) if looks else 0
         if not is_first_rank():
-            return _View(can_take_part, frozen)
+            return _View(can_take_part)
         return _View(
             can_take_part,
-            frozen,
             _best_checkpoint(trainer, run_dir),
             os.path.exists(os.path.join(path, SENTINEL_NAME)),
         )
@@ -295,7 +292,6 @@ class CheckpointSaves:
         trainer: Any,
         files: DirectorySave | PeerDirectorySave | None,
         path: str,
-        frozen: int,
         *,
         all_write: bool,
     ) -> None:
@@ -308,18 +304,19 @@ class CheckpointSaves:
         optimizer = _optimizer_of(trainer)
         options: dict[str, Any] = {
             "optimizer": optimizer,
-            "constant": _parameters_at(trainer.model, frozen),
+            "constant": self._constant,
             "shared": (_is_none_shared if shards else _is_shared) if all_write else None,
         }
         if isinstance(files, PeerDirectorySave) and not shards:
             with saves_into(files, **options), _as_first_rank(trainer):
                 _save_tensors(trainer, files.path)
         with ExitStack() as stack:
-            if isinstance(files, DirectorySave):
-                stack.enter_context(saves_into(files, **options))
+            redirection = (
+                stack.enter_context(saves_into(files, **options)) if isinstance(files, DirectorySave) else None
+            )
             if shards and files is not None:
                 stack.enter_context(sharded_saves(files, path, optimizer, self._plans))
-            _save_files(trainer, path)  # a follower saves only its own files
+            _save_files(trainer, path, redirection)  # a follower saves only its own files
         if args.should_save:
             for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
                 if isinstance(exporter, ExportableState):
@@ -343,29 +340,37 @@ class _View(NamedTuple):
 
     Attributes:
         can_take_part: Whether the rank can assemble weights and optimizer as the coordinator does.
-        frozen: One bit for each parameter; set if training leaves it unchanged.
         best_checkpoint: best_model_checkpoint once this save exists; from the coordinator.
         is_urgent: Whether training waits until the save is published; from the coordinator.
     """
 
     can_take_part: bool
-    frozen: int
     best_checkpoint: str | None = None
     is_urgent: bool = False
 
 
-def _save_tensors(trainer: Any, path: str) -> None:
+def _save_tensors(trainer: Any, path: str, redirection: Redirection | None = None) -> None:
     """Save model, optimizer and scheduler: all large replicated state, and some small files."""
-    trainer.save_model(path, _internal_call=True)
+    _call(trainer, "save_model", path, redirection, _internal_call=True)
     if not trainer.args.save_only_model:
-        trainer._save_optimizer_and_scheduler(path)
+        _call(trainer, "_save_optimizer_and_scheduler", path, redirection)
 
 
-def _save_files(trainer: Any, path: str) -> None:
-    _save_tensors(trainer, path)
+def _save_files(trainer: Any, path: str, redirection: Redirection | None) -> None:
+    _save_tensors(trainer, path, redirection)
     if not trainer.args.save_only_model:
-        trainer._save_scaler(path)
-        trainer._save_rng_state(path)
+        _call(trainer, "_save_scaler", path, redirection)
+        _call(trainer, "_save_rng_state", path, redirection)
+
+
+def _call(trainer: Any, name: str, path: str, redirection: Redirection | None, **options: bool) -> None:
+    """Call a saving function of the Trainer. Overridden ones write at once, as they may go on to use their files."""
+    if redirection is not None:
+        is_stock = _has_stock(trainer, ("save_model", "_save") if name == "save_model" else (name,), [Trainer])
+        if name == "save_model":
+            is_stock = is_stock and _has_stock(_model_of(trainer), ("save_pretrained",), _stock_models())
+        redirection.at_once = not is_stock
+    getattr(trainer, name)(path, **options)
 
 
 def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:
@@ -414,15 +419,18 @@ def _is_put_together_as_ever(trainer: Any) -> bool:
 
     A subclass's function may be meant for one rank, or may run collectives.
     """
-    peft = sys.modules.get("peft")
-    models = [torch.nn.Module, PreTrainedModel, *([] if peft is None else [peft.PeftModel])]
     optimizer: Any = _optimizer_of(trainer)
     return (
         _has_stock(trainer, ("save_model", "_save", "_save_optimizer_and_scheduler"), [Trainer])
-        and _has_stock(_model_of(trainer), ("state_dict", "save_pretrained", _ASKED), models)
+        and _has_stock(_model_of(trainer), ("state_dict", "save_pretrained", _ASKED), _stock_models())
         and optimizer is not None
         and _has_stock(getattr(optimizer, "optimizer", optimizer), ("state_dict",), [torch.optim.Optimizer])
     )
+
+
+def _stock_models() -> list[type]:
+    peft = sys.modules.get("peft")
+    return [torch.nn.Module, PreTrainedModel, *([] if peft is None else [peft.PeftModel])]
 
 
 def _has_stock(owner: object, names: Sequence[str], kinds: Sequence[type]) -> bool:
@@ -500,72 +508,3 @@ def _described(error: BaseException) -> tuple[str, bool]:
 def _error_of(rank: int, message: str, is_of_the_disk: bool) -> Exception:
     text = f"rank {rank} could not save: {message}"
     return StorageError(None, text) if is_of_the_disk else RuntimeError(text)
-
-
-# ------------------------------------------------------------------------------------------- frozen parameters
-
-
-class _Mark(NamedTuple):
-    """Fingerprint of a frozen parameter at a save."""
-
-    address: int
-    version: int
-    sample: bytes
-
-
-class _FrozenParameters:
-    """Finds parameters that training leaves unchanged: they need no gradient, and equal those of the save before.
-
-    The first condition alone is not enough: the parameters of an EMA teacher need no gradient, but change.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[str, _Mark] = {}
-
-    def unchanged_in(self, model: torch.nn.Module) -> int:
-        """Return one bit for each parameter, set if it is unchanged since the last call; 0 at the first call."""
-        places = [
-            (position, name, parameter)
-            for position, (name, parameter) in enumerate(model.named_parameters())
-            if not parameter.requires_grad and _is_plain(parameter)
-        ]
-        marks = _marks_of([parameter for _, _, parameter in places])
-        unchanged = 0
-        for (position, name, _), mark in zip(places, marks, strict=True):
-            if self._marks.get(name) == mark:
-                unchanged |= 1 << position
-        self._marks = {name: mark for (_, name, _), mark in zip(places, marks, strict=True)}
-        return unchanged
-
-
-def _parameters_at(model: torch.nn.Module, bits: int) -> list[torch.nn.Parameter]:
-    """Return the parameters whose bit is set."""
-    return [parameter for position, parameter in enumerate(model.parameters()) if bits >> position & 1]
-
-
-def _is_plain(parameter: torch.nn.Parameter) -> bool:
-    return (
-        type(parameter) is torch.nn.Parameter
-        and parameter.layout is torch.strided
-        and parameter.is_contiguous()
-        and parameter.device.type != "meta"
-        and not (parameter.is_inference() or parameter.is_quantized or parameter.is_conj() or parameter.is_neg())
-    )
-
-
-def _marks_of(parameters: Sequence[torch.nn.Parameter]) -> list[_Mark]:
-    """Mark all parameters with few copies to the host: each copy synchronizes training with the device."""
-    samples = [b""] * len(parameters)
-    alike: dict[tuple[torch.device, int], list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        alike.setdefault((parameter.device, parameter.element_size()), []).append(index)
-    for (_, element_bytes), indexes in alike.items():
-        flats = [parameters[index].detach().view(-1) for index in indexes]
-        taken = [
-            flat.view(torch.uint8).view(flat.numel(), element_bytes)[:: max(1, flat.numel() // _SAMPLE_COUNT)]
-            for flat in flats
-        ]
-        on_host = torch.cat(taken).cpu().split([len(one) for one in taken])
-        for index, sample in zip(indexes, on_host, strict=True):
-            samples[index] = ctypes.string_at(sample.data_ptr(), sample.nbytes) if sample.nbytes else b""
-    return [_Mark(one.data_ptr(), one._version, sample) for one, sample in zip(parameters, samples, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
@@ -279,6 +281,25 @@ def test_hooks_write_into_the_checkpoint_and_are_replaced_with_it(tmp_path: Path
     save_state(training.accelerator, tmp_path / "a")  # the manifest says that adapter/ was part of it
     wait(training.accelerator)
     assert "adapter" not in names_in(tmp_path / "a")
+
+
+def test_hooks_use_the_files_that_they_save(tmp_path: Path) -> None:
+    training = Training()
+
+    def hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        path = Path(output_dir) / "own.safetensors"
+        safetensors.torch.save_file({"step": torch.arange(1_000_000)}, path)
+        shutil.copy(path, path.with_name("copy.safetensors"))
+        torch.save(safetensors.torch.load_file(path), path.with_name("own.bin"))
+        torch.save(torch.load(path.with_name("own.bin")), path.with_name("own.bin"))
+        path.rename(path.with_name("renamed.safetensors"))
+
+    training.accelerator.register_save_state_pre_hook(hook)
+    training.accelerator.save_state(str(tmp_path / "stock"))
+    save_state(training.accelerator, tmp_path / "a")
+    wait(training.accelerator)
+    assert portrait(contents(tmp_path / "a")) == portrait(contents(tmp_path / "stock"))
+    assert fp.verify(tmp_path / "a").ok
 
 
 def test_files_and_links_in_the_place_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.huggingface_trainers import At, PlainModel, attached, checkpoints_in, tiny_gpt2, trainer_for
 from support.runs import held_writers, hidden_names
 from support.sameness import assert_same
@@ -216,7 +218,7 @@ def test_old_checkpoints_are_deleted_when_the_new_one_is_there(tmp_path: Path, w
     assert checkpoints_in(tmp_path) == ["checkpoint-8"]
 
 
-def test_a_frozen_part_is_copied_at_the_first_save_only(tmp_path: Path) -> None:
+def test_a_part_that_is_named_as_constant_is_not_copied(tmp_path: Path) -> None:
     copied = []
 
     def look() -> None:
@@ -226,13 +228,33 @@ def test_a_frozen_part_is_copied_at_the_first_save_only(tmp_path: Path) -> None:
         copied.append(pending.stats.bytes_before_return)
 
     model = tiny_gpt2()
-    frozen_bytes = sum(parameter.nbytes for parameter in model.transformer.h[0].parameters())
-    model.transformer.h[0].requires_grad_(False)
-    # Before anybody looks whether the save is over.
-    callbacks = [at_step(3, look, "on_step_begin"), at_step(5, look, "on_step_begin")]
-    trainer, attachment = attached(model=model, output_dir=tmp_path, callbacks=callbacks, save_only_model=True)
+    frozen = model.transformer.h[0].requires_grad_(False)
+    for constant in ((), frozen):
+        callbacks = [at_step(3, look, "on_step_begin")]  # before anybody looks whether the save is over
+        trainer = trainer_for(model, output_dir=tmp_path, callbacks=callbacks, save_only_model=True, max_steps=4)
+        attachment = attach(trainer, constant=constant)
+        trainer.train()
+    assert copied[0] - copied[1] == sum(parameter.nbytes for parameter in frozen.parameters())
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_teacher_that_begins_to_move_late_is_saved_as_it_was(
+    tmp_path: Path, writers: HeldFilesystem, counted: bool
+) -> None:
+    """As with a warm-up. It is the same at several saves before, and the training moves it before the next gate."""
+    model = PlainModel()
+    model.teacher = torch.nn.Parameter(torch.zeros(400_000), requires_grad=False)
+
+    def follow() -> None:
+        with torch.no_grad():
+            (model.teacher if counted else model.teacher.data).fill_(1.0)
+
+    callbacks = [at_step(6, writers.hold, "on_step_begin"), at_step(7, follow, "on_step_begin")]
+    trainer, _ = attached(model=model, output_dir=tmp_path, callbacks=callbacks)
     trainer.train()
-    assert copied[0] - copied[1] == frozen_bytes
+    for step in (2, 4, 6, 8):
+        weights = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        assert torch.equal(weights["teacher"], torch.full((400_000,), float(step >= 7)))
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -251,6 +273,70 @@ def test_a_teacher_that_needs_no_gradient_and_moves_is_saved_as_it_was(
     for step in (2, 4, 6, 8):
         weights = load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors")
         assert torch.equal(weights["teacher"], torch.full((1000,), float(step)))
+
+
+def test_callbacks_hear_of_a_checkpoint_while_it_is_there(tmp_path: Path) -> None:
+    """The last save is published, and the one before deleted, without a step between."""
+    found = []
+
+    def look(state: Any, control: Any) -> None:
+        found.append(((tmp_path / f"checkpoint-{state.global_step}").is_dir(), state.global_step))
+
+    options = {"save_total_limit": 1, "save_steps": 1, "max_steps": 4}
+    trainer, _ = attached(output_dir=tmp_path, callbacks=[At("on_save", look)], **options)
+    trainer.train()
+    assert found == [(True, 1), (True, 2), (True, 3), (True, 4)]
+
+
+class UsesItsFiles(Trainer):
+    """Reads, copies, renames and replaces what it has just saved."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        path = Path(output_dir or "") / "model.safetensors"
+        shutil.copy(path, path.with_name("copy.safetensors"))
+        save_file(load_file(path), path)
+        torch.save({"step": self.state.global_step}, path.with_name("extra.pt"))
+        torch.save(torch.load(path.with_name("extra.pt")) | {"seen": True}, path.with_name("extra.pt"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        path = Path(output_dir) / "optimizer.pt"
+        torch.save(torch.load(path), path)
+        path.with_name("scheduler.pt").rename(path.with_name("renamed.pt"))
+
+
+@pytest.mark.parametrize("on_save", ["published", "sync"])
+def test_overridden_functions_use_the_files_that_they_save(tmp_path: Path, on_save: str) -> None:
+    trainer_for(output_dir=tmp_path / "stock", kind=UsesItsFiles).train()
+    trainer = trainer_for(output_dir=tmp_path / "ours", kind=UsesItsFiles)
+    attach(trainer, on_save=on_save)
+    trainer.train()
+    for name in checkpoints_in(tmp_path / "stock"):
+        stock, ours = tmp_path / "stock" / name, tmp_path / "ours" / name
+        assert sorted({*os.listdir(stock), "MANIFEST.json"}) == sorted(os.listdir(ours))
+        for file in ("model.safetensors", "copy.safetensors"):
+            assert_same(dict(sorted(load_file(ours / file).items())), dict(sorted(load_file(stock / file).items())))
+        for file in ("extra.pt", "optimizer.pt", "renamed.pt"):
+            assert_same(torch.load(ours / file), torch.load(stock / file))
+        assert fp.verify(ours).ok
+
+
+def test_a_model_uses_the_files_that_it_saves(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    save_pretrained = type(model).save_pretrained
+
+    class Copies(type(model)):  # type: ignore[misc]
+        def save_pretrained(self, save_directory: str, **options: Any) -> None:
+            save_pretrained(self, save_directory, **options)
+            shutil.copy(f"{save_directory}/model.safetensors", f"{save_directory}/copy.safetensors")
+
+    model.__class__ = Copies
+    trainer, _ = attached(model=model, output_dir=tmp_path)
+    trainer.train()
+    for name in checkpoints_in(tmp_path):
+        copied = load_file(tmp_path / name / "copy.safetensors")
+        assert_same(copied, load_file(tmp_path / name / "model.safetensors"))
 
 
 class Extra(Trainer):
