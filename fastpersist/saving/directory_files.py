@@ -68,7 +68,6 @@ class DirectoryFiles:
         self._directory = directory
         self._stats = stats
         self._entries: dict[str, FileEntry | None] = {}  # None: it is not written yet
-        self._written_elsewhere: list[str] = []
         self._unsynced: deque[tuple[int, str]] = deque()  # written; after an error the directory closes them
 
     # --- names, for the thread that saves
@@ -136,7 +135,6 @@ class DirectoryFiles:
         """
         self._refuse_taken(entry.name, f": {writer} and another one have saved such a file" if writer else "")
         self.note(entry)
-        self._written_elsewhere.append(entry.name)
         self._directory.note_durable(entry.name)
 
     def complete(self) -> list[FileEntry]:
@@ -154,7 +152,7 @@ class DirectoryFiles:
             message = f"cannot save {self.final_path}: {missing[0]} is gone; somebody has deleted it"
             raise StorageError(errno.ENOENT, message, self.final_path)
         entries = {name: entry for name, entry in self._entries.items() if entry is not None}
-        check_lengths(self.path, self.final_path, (entries[name] for name in self._written_elsewhere))
+        check_lengths(self.path, self.final_path, entries.values())
         return list(entries.values())
 
     def _read(self, name: str) -> FileEntry:

@@ -424,7 +424,8 @@ def _why_not_whole(path: str) -> str | None:
             # Foreign files in the directory, such as those of a callback's on_save, are no damage.
             blamed = None if own is None else {*own, _MANIFEST_NAME, ""}
             damages = [one for one in verify(path).damages if blamed is None or one.file in blamed]
-            return damages[0].message if damages else None
+            if not damages or not _is_saved_over(path, {one.file for one in damages}):
+                return damages[0].message if damages else None
         with open(os.path.join(path, TRAINER_STATE_NAME), encoding="utf-8") as file:
             json.load(file)
         names = [
@@ -441,6 +442,21 @@ def _why_not_whole(path: str) -> str | None:
     except (FastPersistError, OSError, ValueError) as error:
         return str(error)
     return None
+
+
+def _is_saved_over(path: str, names: set[str]) -> bool:
+    """Tell whether a stock Trainer has saved over a checkpoint of ours, and has come to its end.
+
+    Then the files that differ from the manifest are newer than it, and trainer_state.json, which it writes last, is the
+    newest.
+    """
+    if names & {"", _MANIFEST_NAME}:
+        return False
+    try:
+        ours, last = (os.stat(os.path.join(path, name)).st_mtime_ns for name in (_MANIFEST_NAME, TRAINER_STATE_NAME))
+        return all(ours < os.stat(os.path.join(path, name)).st_mtime_ns <= last for name in names)
+    except FileNotFoundError:
+        return False
 
 
 def _inspect(path: str) -> None:

@@ -136,6 +136,14 @@ def test_arguments_that_make_no_sense_are_refused_at_once(
     assert torch.equal(contents(source), some_bytes())
 
 
+@pytest.mark.parametrize("buffer", [torch.arange(12).view(3, 4).t(), torch.empty(3, device="meta"), [1, 2, 3]])
+def test_a_refused_write_makes_no_file(buffer: Any, handle: Handle, tmp_path: Path) -> None:
+    for method in (handle.sync_pwrite, handle.async_pwrite):
+        with pytest.raises(fp.ConfigError):
+            method(buffer, tmp_path / "new.bin")
+    assert not (tmp_path / "new.bin").exists()
+
+
 def test_what_is_no_name_is_refused(handle: Handle) -> None:
     for nonsense in (None, 1.5, ["a.bin"]):
         with pytest.raises(fp.ConfigError, match="filename"):

@@ -53,6 +53,24 @@ def test_files_of_users_stay_as_with_a_stock_trainer(tmp_path: Path) -> None:
             assert hidden_names(output) == []
 
 
+def test_a_checkpoint_that_a_stock_trainer_has_saved_over_is_whole_once_it_is_complete(tmp_path: Path) -> None:
+    with working_in(tmp_path) as output:
+        attached(max_steps=4)[0].train()
+        trainer_for(max_steps=4, learning_rate=0.5).train()
+        assert last_checkpoint(output) == str(output / "checkpoint-4")
+        weights = output / "checkpoint-4" / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1])  # as if the second run had ended before it saved its state
+        with pytest.warns(RuntimeWarning, match="checkpoint-4 is not whole"):
+            assert last_checkpoint(output) == str(output / "checkpoint-2")
+        (output / "checkpoint-4" / "trainer_state.json").touch()
+        with pytest.warns(RuntimeWarning, match="checkpoint-4 is not whole"):
+            assert last_checkpoint(output) == str(output / "checkpoint-2")
+        weights.write_bytes(whole)
+        (output / "checkpoint-4" / "trainer_state.json").touch()
+        assert last_checkpoint(output) == str(output / "checkpoint-4")
+
+
 def test_checkpoint_with_files_of_users_is_whole_and_one_with_a_damage_is_not(tmp_path: Path) -> None:
     with working_in(tmp_path) as output:
         attached(max_steps=4)[0].train()

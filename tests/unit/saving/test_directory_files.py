@@ -66,6 +66,14 @@ def test_file_of_another_length_than_was_told_is_refused(files: DirectoryFiles, 
         files.complete()
 
 
+def test_file_that_others_have_cut_since_it_was_written_is_refused(files: DirectoryFiles) -> None:
+    files.add("a")
+    files.write_bytes(files.create("a"), "a", b"seven..")
+    Path(files.path, "a").write_bytes(b"six...")
+    with pytest.raises(fp.StorageError, match="a has 6 bytes, and its writer wrote 7"):
+        files.complete()
+
+
 def test_file_that_is_gone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(fp.StorageError, match=r"looking at .*/b"):
         check_lengths(os.fspath(tmp_path), "checkpoint", [FileEntry("b", 1, None)])
