@@ -226,5 +226,5 @@ def refuse_unmatched(path: str, unmatched: Collection[str], held: Collection[obj
         shown = ", ".join(str(name) for name in list(held)[:_SHOWN_COUNT]) or "nothing"
         raise ConfigError(
             f"{path}: {told}, which holds {shown}; `fastpersist inspect` prints the names of what is inside; what is "
-            "in a list, or in an object that is no dict, comes with it"
+            f"in a list, in an object that is no dict, or more than {_DEPTH_MAX} dicts deep, comes with it"
         )

@@ -106,6 +106,17 @@ def test_dicts_that_are_nested_very_deeply_come_whole() -> None:
         held = {"a": held}
     assert choose(held, ["*.x"], dict_entries).unmatched == ["*.x"]
     assert choose(held, ["a.a"], dict_entries).left_out == []
+    with pytest.raises(fp.ConfigError, match="more than 64 dicts deep, comes with it"):
+        chosen(held, "*.x")
+
+
+def test_names_are_found_as_deep_as_the_message_says() -> None:
+    held: dict[str, Any] = {"x": 1}
+    for _ in range(63):
+        held = {"a": held}
+    assert chosen(held, "*.x") == held
+    with pytest.raises(fp.ConfigError, match="more than 64 dicts deep"):
+        chosen({"a": held}, "*.x")
 
 
 def test_long_keys_are_cut() -> None:
