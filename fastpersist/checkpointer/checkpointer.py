@@ -562,7 +562,7 @@ class Checkpointer(Uncopied):
             The removed steps, in ascending order.
 
         Raises:
-            ConfigError: `step` is no step, or another process saves to this root.
+            ConfigError: `step` is no step, another process saves to this root, or the process group was destroyed.
             StorageError: A step could not be removed, or somebody is reading it; the others were removed.
             PeerError: With several ranks: the coordinator failed.
 
@@ -598,12 +598,12 @@ class Checkpointer(Uncopied):
         """Remove the steps that `choose` returns; see `Root.remove_together`."""
         self._refuse_unusable()
         self._queue.join(None)
-        bound = self._bound
+        bound, group = self._bound, self._bound.process_group
         everybodys = None
-        if bound.process_group is not None and bound.stores.node_local == "copies":
+        if group is not None and bound.stores.node_local == "copies":
             look = partial(read_commits, self._path)
-            everybodys = look_together(self._path, bound.process_group, look, everywhere=True)
-        return self._root.remove_together(choose, self._saves.own_root, bound.process_group, bound.rank, everybodys)
+            everybodys = look_together(self._path, group, look, everywhere=True)
+        return self._root.remove_together(choose, self._saves.own_root, group, bound.rank, everybodys)
 
     @untraced
     def load(
@@ -678,7 +678,8 @@ class Checkpointer(Uncopied):
                 `strict`, or all steps. If the message says *partly overwritten*, the targets it names are not usable
                 until they are loaded again.
             ConfigError: `into` does not fit the state, or a key of `keys` is not in it, and nothing was changed; or a
-                target's load_state_dict refused its entry, and the message says what is partly overwritten.
+                target's load_state_dict refused its entry, and the message says what is partly overwritten; or the
+                process group was destroyed.
             UnsupportedError: `rename`, `into` and `keys` together; or the step lies in parts on several file systems,
                 and this process is alone; or `verify`, and it was saved without checksums; or the named engine cannot
                 be used.

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from fastpersist.checkpointer.root import why_no_root
 from fastpersist.distributed.common_steps import refuse_together, require_same
 from fastpersist.distributed.coordination import Ranks
@@ -76,7 +78,6 @@ class BoundRanks:
 
     Attributes:
         ranks: The ranks, connected; None if this one is alone.
-        process_group: The group; None if this rank is alone in it.
         stores: What is known of their file systems.
         writers: Those that write what is cut, in order; with copies, by rank those of its store.
         newest_begun: The step that they have begun to save last.
@@ -102,7 +103,7 @@ class BoundRanks:
         tuned_count = None
         if met is not None:
             self.ranks, tuned_count = met
-        self.process_group = None if self.ranks is None else process_group
+        self._process_group = None if self.ranks is None else process_group
         self.stores = Stores(own_root, node_local)
         self.newest_begun: int | None = None
         self._path = path
@@ -112,6 +113,24 @@ class BoundRanks:
             writers, [0] if self.ranks is None else self.ranks.nodes, tuned_count
         )
         self._check_replicas = check_replicas
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The group, for collectives; None if this rank is alone in it.
+
+        Raises:
+            ConfigError: The group was destroyed.
+        """
+        if self._process_group is not None:
+            try:
+                dist.get_rank(self._process_group)
+            except ValueError as gone:
+                raise ConfigError(
+                    f"the process group of the Checkpointer of {self._path} is gone, and load(), delete() and "
+                    "discard_after() need it: call them before destroy_process_group(), or call rebind() with a new "
+                    "group, or with None to go on alone"
+                ) from gone
+        return self._process_group
 
     @property
     def rank(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,28 @@ def test_process_that_is_left_alone_goes_on_alone(tmp_path: Path) -> None:
 
     run_ranks(2, work)
     assert [fp.inspect(tmp_path / f"step-0000000{step}").host.get("rank_count") for step in (1, 2)] == [2, None]
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_group_that_is_destroyed_is_named_by_what_needs_it(tmp_path: Path, is_default: bool) -> None:
+    def work(rank: int, count: int) -> None:
+        run = Run(SIZES)
+        group = dist.group.WORLD if is_default else dist.new_group([0, 1])
+        checkpoints = checkpoints_at(tmp_path, run, group=group)
+        checkpoints.save(1, run.advance().state()).result()
+        dist.destroy_process_group(None if is_default else group)
+        for needs_group in (checkpoints.load, partial(checkpoints.load, 1), partial(checkpoints.delete, 1)):
+            with pytest.raises(fp.ConfigError, match=r"group of the Checkpointer of .* is gone, .* call rebind\(\)"):
+                needs_group()
+        checkpoints.save(2, run.advance().state()).result()  # saves have connections of their own
+        if rank == 0:
+            checkpoints.close()
+            return
+        checkpoints.rebind(None)
+        assert checkpoints.load()["step"] == 2
+        checkpoints.close()
+
+    run_ranks(2, work)
 
 
 def test_sharded_steps_are_planned_anew(tmp_path: Path) -> None:
