@@ -2,7 +2,7 @@
 
 In a session (`sessions`), for each such file:
 
-    followers → coordinator   plan      the file's name, and a digest of what is cut (`shared_file`)
+    followers → coordinator   plan      the file's name, and digests of what is cut and of who writes (`shared_file`)
     coordinator → followers   describe  only if the digests differ:
     followers → coordinator   …         a sum of each cut source, so that the error can name those that differ
     coordinator → followers   look …    only if it is not known who sees whose files: `node_local.detection`
@@ -26,7 +26,7 @@ from typing import Any
 from fastpersist.distributed.messages import decoded, encoded, preferring_failure_of_others
 from fastpersist.distributed.replica_check import difference
 from fastpersist.distributed.sessions import Session
-from fastpersist.errors import CoordinationError
+from fastpersist.errors import ConfigError, CoordinationError
 
 __all__ = ["agree_on_plans", "ask", "follow_plans", "gather_done", "offsets_in", "tell_done", "tell_go"]
 
@@ -42,12 +42,13 @@ def agree_on_plans(
 
     Args:
         session: With the followers.
-        plan: "name" of the file, and "digest" of what is cut.
+        plan: "name" of the file, "digest" of what is cut, and "writers", a digest of who writes.
         describe: Returns "mode" and "sums" of what is cut.
         names_of: Names the tensors of a cut source, by its position.
 
     Raises:
         CoordinationError: The ranks do not save the same; the message says what differs on which ranks.
+        ConfigError: They were given different `writers`.
         PeerError: Another rank has failed.
     """
     told = [decoded(one, rank) for rank, one in enumerate(session.gather(encoded(plan)))]
@@ -56,6 +57,12 @@ def agree_on_plans(
             raise CoordinationError(
                 f"the ranks do not save the same in the same order: rank 0 is at {plan['name']}, rank {rank} at "
                 f"{other.get('name')}. All ranks save equally often, with the same steps or names"
+            )
+    for rank, other in enumerate(told):
+        if other.get("writers") != plan["writers"]:
+            raise ConfigError(
+                f"cannot save {plan['name']}: ranks 0 and {rank} were given different writers=; pass the same on all "
+                "ranks"
             )
     if any(other.get("digest") != plan["digest"] for other in told):
         session.answer(encoded({"describe": True}))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,7 +202,8 @@ class Share:
         return {"mode": self._mode, "sums": self._sums}
 
     def _plan(self) -> dict[str, Any]:
-        return {"name": self._name, "digest": self._digest()}
+        writers = zlib.crc32(repr(self._group.writers).encode())
+        return {"name": self._name, "digest": self._digest(), "writers": writers}
 
     def _digest(self) -> str:
         """Return what is the same on all ranks if their replicas are, as far as they were looked at."""

@@ -145,6 +145,20 @@ def test_taken_name_is_refused_for_all(tmp_path: Path) -> None:
     assert (path / "theirs").exists()
 
 
+def test_ranks_with_other_writers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+
+    def work(rank: int, count: int) -> None:
+        fp.save({"w": torch.ones(1 << 20)}, path, process_group=dist.group.WORLD, writers=1 if rank else "all")
+
+    coordinator, follower = rank_endings(2, work)
+    assert coordinator.error_type is fp.ConfigError
+    assert follower.error_type is fp.PeerError
+    for ending in (coordinator, follower):
+        assert "ranks 0 and 1 were given different writers=" in ending.error_text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_given_up_by_one_is_given_up_by_all(tmp_path: Path) -> None:
     def work(rank: int, count: int) -> Any:
         files = fp.directory_save_together(tmp_path / "a", dist.group.WORLD)

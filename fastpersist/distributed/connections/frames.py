@@ -51,7 +51,7 @@ __all__ = [
     "frame",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """The version of the messages between ranks (docs/explanation/ranks.md); all ranks must have the same."""
 MESSAGE_LIMIT_BYTES = 64 << 20
 TOKEN_BYTES = 32

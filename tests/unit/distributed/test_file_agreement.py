@@ -47,7 +47,7 @@ def converse(
     return run_threads(len(plans), work)
 
 
-PLAN = {"name": "step-1/state.pt", "digest": "abc"}
+PLAN = {"name": "step-1/state.pt", "digest": "abc", "writers": 5}
 
 
 def test_followers_hear_where_to_write() -> None:
@@ -71,6 +71,13 @@ def test_ranks_that_save_another_file_are_named() -> None:
     coordinator, *followers = converse([PLAN, PLAN, {**PLAN, "name": "step-2/state.pt"}])
     assert isinstance(coordinator, fp.CoordinationError)
     assert "rank 0 is at step-1/state.pt, rank 2 at step-2/state.pt" in str(coordinator)
+    assert all(isinstance(one, fp.PeerError) for one in followers)
+
+
+def test_ranks_with_other_writers_are_named() -> None:
+    coordinator, *followers = converse([PLAN, PLAN, {**PLAN, "writers": 6}])
+    assert isinstance(coordinator, fp.ConfigError)
+    assert "ranks 0 and 2 were given different writers=" in str(coordinator)
     assert all(isinstance(one, fp.PeerError) for one in followers)
 
 
