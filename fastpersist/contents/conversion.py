@@ -122,8 +122,8 @@ def convert(
 
     Raises:
         ChecksumError: Bytes of the source are not those that were saved.
-        ConfigError: Something is there already; no tensor is meant; two would have one name; or the format cannot hold
-            one, which the message names.
+        ConfigError: Something is there already; no tensor is meant, or none begins with a prefix; two would have one
+            name; or the format cannot hold one, which the message names.
         NoSpaceError, StorageError: An error of the disk.
         UnsupportedError: A tensor is not plain (sparse, quantized, …), which the message names.
 
@@ -170,6 +170,12 @@ def _targets(contents: Contents, wish: Wish) -> list[_Target]:
         found[new_name] = _Target(new_name, stored, _converted_dtype(stored, wish.dtype))
     if not found:
         raise ConfigError(f"there is nothing to convert: no tensor in {contents.path} is meant")
+    for prefix, new in wish.prefixes.items():
+        if not any(target.stored.name.startswith(prefix) for target in found.values()):
+            raise ConfigError(
+                f"no tensor in {contents.path} that is to be converted begins with {prefix!r}: leave out "
+                f"--rename {prefix}={new}, or correct it; `fastpersist inspect` prints the names"
+            )
     return list(found.values())
 
 

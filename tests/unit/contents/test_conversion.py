@@ -203,4 +203,8 @@ def test_names_that_meet_or_match_nothing(tmp_path: Path) -> None:
         converted(tmp_path / "a.pt", tmp_path / "b.pt", prefixes={"a.": "", "b.": ""})
     with pytest.raises(fp.ConfigError, match="no tensor in"):
         converted(tmp_path / "a.pt", tmp_path / "b.pt", patterns=["c.*"])
+    with pytest.raises(fp.ConfigError, match=r"no tensor in .* begins with 'c\.': leave out --rename c\.=d\.,"):
+        converted(tmp_path / "a.pt", tmp_path / "b.pt", prefixes={"a.": "", "c.": "d."})
+    with pytest.raises(fp.ConfigError, match=r"begins with 'b\.'"):
+        converted(tmp_path / "a.pt", tmp_path / "b.pt", patterns=["a.*"], prefixes={"b.": ""})
     assert os.listdir(tmp_path) == ["a.pt"]
