@@ -501,6 +501,7 @@ void RowStore::ForgetFlight(const RowRequest& request, size_t read) {
   }
 }
 
+// Have the worker do the reads of a request; where no thread can be started, this one does them.
 void RowStore::GiveToWorker(const std::shared_ptr<RowRequest>& request) {
   int refused = 0;
   {
@@ -511,6 +512,11 @@ void RowStore::GiveToWorker(const std::shared_ptr<RowRequest>& request) {
   }
   queue_changed_.notify_one();
   if (refused == 0) return;
+  if (std::unique_ptr<RowReader> reader = LeaseReader()) {
+    ReadHere(*reader, *request);
+    ReturnReader(std::move(reader));
+    return;
+  }
   const Status status = Status::Error(
       StatusCode::kNoMemory,
       "the thread that reads rows could not be started (pthread_create: " + std::generic_category().message(refused) +

@@ -3,8 +3,8 @@
 // The way of a request. The caller's thread copies the rows that are cached, sorts the others, and plans reads of them.
 // If it waits for the rows anyway, it does few reads itself, by a queue of its own: two changes of threads cost more
 // than they. Many, and those of requests that were registered ahead, go to one worker thread, which keeps the device's
-// queue full across requests. Who completes a read gives its rows to everybody who waits for them, and offers them to
-// the cache.
+// queue full across requests; where it cannot be started, callers do all reads. Who completes a read gives its rows to
+// everybody who waits for them, and offers them to the cache.
 //
 // A read under way is known by the blocks in which its rows begin (flights_), so a second request for the same rows, or
 // for others in the same blocks, waits for that read. A cancelled request drops the reads that were not started and

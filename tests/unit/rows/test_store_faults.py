@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import threading
 import time
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from support import leaks
+from support.forking import Report, run_in_child
 from support.row_tables import make_rows
-from support.tensor_files import faults, slow
+from support.sandbox import become_ordinary_user
+from support.tensor_files import faults, skip_without, slow
 
 from fastpersist import _native
 from fastpersist.errors import ConfigError, FastPersistError, StorageError, UnsupportedError
@@ -71,6 +74,26 @@ def test_any_read_may_fail(engine: str, ids: torch.Tensor, path: Path, rows: tor
         assert error is None
         assert nth == len(ids) + 1
         assert torch.equal(store.gather(ids), rows[ids])
+
+
+def test_where_no_thread_can_be_started_callers_read(path: Path, rows: torch.Tensor) -> None:
+    def work(report: Report) -> None:
+        with RowStore(path, engine="uring-buffered", cache_bytes=0) as store:
+            become_ordinary_user()
+            resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+            try:
+                threading.Thread(target=bool).start()
+                pytest.skip("this process may start threads all the same")
+            except RuntimeError:
+                pass
+            for ids in (FEW, MANY):
+                tickets = [store.prefetch(ids + number) for number in range(3)]
+                for number, ticket in enumerate(tickets):
+                    assert torch.equal(ticket.result(10), rows[ids + number])
+                assert torch.equal(store.gather(ids), rows[ids])
+
+    skip_without("uring-buffered", path.parent)
+    run_in_child(work)
 
 
 def test_rows_that_failed_are_not_in_the_cache(path: Path, rows: torch.Tensor) -> None:
