@@ -300,7 +300,9 @@ void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest
 }
 
 uint32_t RowStore::PinCache(const Pin& pin) {
-  const std::lock_guard pins_lock(pins_mutex_);
+  // To pin takes the driver seconds. Whoever comes meanwhile goes on with what is pinned.
+  const std::unique_lock pins_lock(pins_mutex_, std::try_to_lock);
+  if (!pins_lock) return static_cast<uint32_t>(pinned_bytes_ / table_.row_bytes());
   const std::span<std::byte> slab = cache_->slab();
   const uint64_t used_bytes = stats().cached_count * table_.row_bytes();
   const uint64_t until = used_bytes == slab.size() ? used_bytes : AlignDown(used_bytes, kHugePageBytes);

@@ -102,7 +102,7 @@ class RowStore {
   std::shared_ptr<RowRequest> Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch);
 
   // Pin those slots of the cache that are in use and not pinned yet, if they are worth it. Returns how many slots, from
-  // the first on, are pinned. REQUIRES: `pin` is always the same.
+  // the first on, are pinned. Does not wait for another thread that pins. REQUIRES: `pin` is always the same.
   uint32_t PinCache(const Pin& pin);
   const std::byte* cache_bytes() const { return cache_->slab().data(); }
   // Hold cached rows for a request with this batch, as of Start, which brings the others: no other rows come into their
@@ -175,9 +175,9 @@ class RowStore {
 
   FairSharedMutex lock_;  // guards the members below; their rows are copied under the shared lock
   std::unique_ptr<RowCache> cache_;
-  std::mutex pins_mutex_;                    // guards the members below
+  std::mutex pins_mutex_;                    // guards the members below; who holds it changes pinned_bytes_
   std::vector<std::shared_ptr<void>> pins_;  // of the cache's memory; they end before it
-  uint64_t pinned_bytes_ = 0;                // from its start
+  std::atomic<uint64_t> pinned_bytes_{0};    // from its start
   bool is_pinning_refused_ = false;
 
   FlatMap<uint32_t> known_;                                             // the coming uses of rows that are not cached

@@ -3,6 +3,8 @@
 //
 // row_hold_test [SCRATCH_DIRECTORY]
 #include <algorithm>
+#include <chrono>
+#include <future>
 #include <iterator>
 #include <memory>
 #include <span>
@@ -182,6 +184,26 @@ void MemoryIsPinnedAsItFills() {
   EXPECT(pinned[0].size() + pinned[1].size() == 150 * uint64_t{kLongRow});
 }
 
+void OtherThreadsGoOnWithWhatIsPinnedSoFar() {
+  constexpr uint32_t kLongRow = 1 << 20;
+  const TableFiles files(kLongRow, {{0, 150}});
+  const auto store =
+      Must(RowStore::Open(files.Table(), {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = 150 << 21}));
+  const std::vector<int64_t> ids = AllIds(150);
+  const Pin at_once = [](std::span<std::byte>) { return std::make_shared<int>(0); };
+  ExpectRows(*store, {ids.begin(), ids.begin() + 70});
+  EXPECT(store->PinCache(at_once) == 70);
+  ExpectRows(*store, ids);
+  std::future<uint32_t> other;
+  const Pin slow = [&](std::span<std::byte>) {
+    other = std::async(std::launch::async, [&] { return store->PinCache(at_once); });
+    EXPECT(other.wait_for(std::chrono::seconds(20)) == std::future_status::ready);
+    return std::make_shared<int>(0);
+  };
+  EXPECT(store->PinCache(slow) == 150);
+  EXPECT(other.get() == 70);
+}
+
 }  // namespace
 }  // namespace fastpersist
 
@@ -191,5 +213,6 @@ int main(int argc, char** argv) {
              {TEST(HeldRowsStayAndOthersGo), TEST(ACacheThatIsHeldAsAWholeTakesNoRows),
               TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld), TEST(HoldsMayOverlapAndEndInAnyOrder),
               TEST(NumbersOfHoldsMayBeginAgain), TEST(ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded),
-              TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed), TEST(MemoryIsPinnedAsItFills)});
+              TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed), TEST(MemoryIsPinnedAsItFills),
+              TEST(OtherThreadsGoOnWithWhatIsPinnedSoFar)});
 }
