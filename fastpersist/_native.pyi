@@ -414,6 +414,8 @@ class RowStore:
     def unregister(self, ids: int, count: int, batch: int) -> None: ...
     def keep(self, ids: int, count: int) -> int:
         """Keep the cached ones of these rows; return for how many ids there is no cached row."""
+    def count_kept(self) -> int:
+        """Return how many rows are kept in the cache."""
     def pin_cache(self, device: int) -> tuple[int, int]:
         """Pin what the cache holds; return its address, and how many of its slots, from the first on, are pinned."""
     def hold(self, batch: int, slot_count: int) -> RowHold:

@@ -159,6 +159,9 @@ class PyRowStore {
   size_t Keep(uintptr_t ids, size_t count) const {
     return WithStore([&](RowStore& store) { return store.Keep(IdsAt(ids, count)); });
   }
+  uint32_t CountKept() const {
+    return WithStore([](RowStore& store) { return store.CountKept(); });
+  }
   void Unregister(uintptr_t ids, size_t count, uint32_t batch) const {
     WithStore([&](RowStore& store) { store.Unregister(IdsAt(ids, count), batch); });
   }
@@ -274,6 +277,7 @@ void BindRows(py::module_& m) {
       .def("register", &PyRowStore::Register, py::arg("ids"), py::arg("count"), py::arg("batch"))
       .def("unregister", &PyRowStore::Unregister, py::arg("ids"), py::arg("count"), py::arg("batch"))
       .def("keep", &PyRowStore::Keep, py::arg("ids"), py::arg("count"))
+      .def("count_kept", &PyRowStore::CountKept)
       .def("pin_cache", &PyRowStore::PinCache, py::arg("device"))
       .def("hold", &PyRowStore::Hold, py::arg("batch"), py::arg("slot_count"))
       .def("stats", &PyRowStore::stats)

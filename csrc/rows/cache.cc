@@ -154,6 +154,11 @@ uint32_t RowCache::FirstToEvict() {
   return slot < slot_count_ ? slot : kNoSlot;
 }
 
+uint32_t RowCache::CountKept() const {
+  return static_cast<uint32_t>(
+      std::ranges::count_if(entries_, [](const Entry& entry) { return entry.count == kKeptCount; }));
+}
+
 RowCache::Admission RowCache::Admit(uint64_t row, uint32_t uses, bool keep) {
   if (slot_count_ == 0 || IsHeld(hold_of_clear_)) return {};
   Admission admission;

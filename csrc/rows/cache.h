@@ -67,6 +67,8 @@ class RowCache {
   // Whether the use by a batch can be noted: 32 batches ahead can.
   bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && batch - read_batch_ <= kWindow; }
   void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }
+  // How many slots are kept; looks at all of them.
+  uint32_t CountKept() const;
   bool IsKept(uint32_t slot) const {
     return std::atomic_ref(entries_[slot].count).load(std::memory_order_relaxed) == kKeptCount;
   }

@@ -171,6 +171,11 @@ size_t RowStore::Keep(std::span<const int64_t> ids) {
   return left_count;
 }
 
+uint32_t RowStore::CountKept() {
+  const std::lock_guard lock(lock_);
+  return cache_->CountKept();
+}
+
 std::shared_ptr<RowRequest> RowStore::Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch) {
   auto request = std::make_shared<RowRequest>(result, table_.row_bytes(), batch);
   if (FailIfChanged(*request)) return request;

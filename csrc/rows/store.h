@@ -93,6 +93,8 @@ class RowStore {
   void Register(std::span<const int64_t> ids, uint32_t batch);
   // Keep those of these rows that are cached; returns for how many ids there is no row in the cache.
   size_t Keep(std::span<const int64_t> ids);
+  // How many rows are kept; others lie in the rest of the cache, and may be held.
+  uint32_t CountKept();
   // The request will not come.
   void Unregister(std::span<const int64_t> ids, uint32_t batch);
 

@@ -411,7 +411,8 @@ class RowStore:
             device: A CUDA device, whose rows of an earlier call are given up. None: the cache, which keeps those, too.
 
         Raises:
-            ConfigError: The cache has no room for all of them; it keeps as many as it can.
+            ConfigError: The cache has no room for all of them, or requests for a device are reading its other rows; it
+                keeps as many as it can.
             RowIndexError: As `gather`; so is StorageError.
             torch.OutOfMemoryError: The device has no room. It keeps none.
         """
@@ -426,9 +427,16 @@ class RowStore:
         for some in flat.split(at_once):
             self._bring(native, some, self._new_rows(some.numel(), None), _native.KEEP_BATCH)
         if left_count := native.keep(flat.data_ptr(), flat.numel()):
+            slot_count, kept_count = native.stats()["slot_count"], native.count_kept()
+            remedy = (
+                "raise cache_bytes"
+                if kept_count == slot_count
+                else f"of these, {slot_count - kept_count} are not kept, but read by requests for a device now: call "
+                "keep() again when these are done"
+            )
             raise ConfigError(
                 f"{left_count} of {flat.numel()} rows of {self._path} have no room in the cache, which holds "
-                f"{native.stats()['slot_count']}; raise cache_bytes"
+                f"{slot_count}; {remedy}"
             )
 
     def _keep_on_device(self, native: _native.RowStore, ids: torch.Tensor, device: torch.device, at_once: int) -> None:
