@@ -692,6 +692,8 @@ class Checkpointer(Uncopied):
         if self._process == os.getpid():
             self._queue.join(None)
         require_keys(keys)
+        if isinstance(step, str) and step != "best":
+            raise ConfigError(f'a step is an int, "best", or None for the newest one; not {step!r}')
         options = LoadOptions(
             map_location,
             into,

@@ -148,6 +148,7 @@ def publish(path: Path, **options: Any) -> None:
         (lambda run, path: run.load(into=[1]), "not a list"),
         (lambda run, path: run.load(1, into=5), "not a int"),
         (lambda run, path: run.load(verify="yes"), "verify"),
+        (lambda run, path: run.load("latest"), """a step is an int, "best", or None .*; not .latest."""),
     ],
 )
 def test_mistaken_argument_is_refused_with_what_was_meant(
