@@ -127,7 +127,7 @@ def save_state(
     Raises:
         ConfigError: The strategy saves by itself (DeepSpeed, Megatron, XLA), or the model is sharded without FSDP
             (tensor parallel); stock saving works there. Or the directory holds foreign files, or some process does not
-            see it.
+            see it. Or `accelerator` is no Accelerator.
         ValueError: Automatic checkpoint naming, and the name is taken.
         StorageError: The directory cannot be made; or the last save failed, which is raised once.
         FastPersistError: Another process failed; nothing is published then.
@@ -437,7 +437,12 @@ def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
 
 
 def _refuse_strategy(accelerator: Accelerator) -> None:
-    """Raise for a strategy that saves by itself, without torch.save."""
+    """Raise for a strategy that saves by itself, without torch.save; and for what is no Accelerator."""
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(
+            "save_state and load_state take the Accelerator first, then the directory, such as "
+            f"save_state(accelerator, output_dir); not a {type(accelerator).__name__}"
+        )
     strategy = str(accelerator.distributed_type.value)
     if not strategy.startswith(_STRATEGIES):
         raise ConfigError(

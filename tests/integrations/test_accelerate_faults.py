@@ -233,6 +233,13 @@ def test_unknown_on_error_is_refused(tmp_path: Path) -> None:
         save_state(Training().accelerator, tmp_path / "a", on_error="ignore")
 
 
+@pytest.mark.parametrize("no_accelerator", [None, "checkpoints"])
+def test_what_is_no_accelerator_is_refused(no_accelerator: Any) -> None:
+    for call in (save_state, load_state):
+        with pytest.raises(fp.ConfigError, match=r"take the Accelerator first, .*; not a (NoneType|str)"):
+            call(no_accelerator)
+
+
 def test_unknown_engine_is_refused(tmp_path: Path) -> None:
     training = Training()
     with pytest.raises(fp.ConfigError, match="punchcard"):
