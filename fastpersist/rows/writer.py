@@ -349,6 +349,7 @@ class RowWriter(Uncopied):
         if self._resume:
             self._note_last_progress()
         self._end(keep=self._resume)
+        tell_free(error)
 
     def _entered(self) -> _Stream:
         if self._stream is None:
