@@ -1,6 +1,7 @@
 """Rows → a table on disk, row by row, larger than memory: `RowWriter`.
 
-1. Create the pending file, hidden beside the final name; or with resume=True adopt one that a dead writer has left.
+1. Create the pending file, hidden beside the final name; or with resume=True adopt one that a dead writer has left, or
+   write the first page of a new one.
 2. Append rows: they are collected in buffers, and a full buffer is written while the caller makes the next rows.
 3. With resume=True, each time that another `PROGRESS_BYTES` are on disk: sync, then note that in the first page, sync.
 4. Write the rest, and the header over the first page.
@@ -23,6 +24,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -90,12 +92,13 @@ class _Stream:
         self.crc32 = _combined(crcs, self.written_bytes)
         self.rows_bytes, self.rows_crc32 = 0, 0  # of the whole rows among the written bytes
         self.is_torn = False  # an interrupt came in the middle of a write
+        self.is_cut = False  # a write found no room; rows behind it do not count
         self._file = file
         self._reserve = reserve
         self._row_bytes = row_bytes
         self._reserved_bytes = 0
         self._buffers = deque(page_tensor(_BUFFER_BYTES) for _ in range(_BUFFER_COUNT))
-        self._in_flight: deque[PendingIO] = deque()
+        self._in_flight: deque[tuple[PendingIO, int, int]] = deque()  # with the whole rows before, and their CRC
         self._fill_bytes = 0
 
     @property
@@ -126,15 +129,29 @@ class _Stream:
     def wait(self, keep_count: int = 0) -> None:
         """Wait until at most so many writes are in flight."""
         while len(self._in_flight) > keep_count:
-            self._in_flight[0].wait()
+            write, *rows_before = self._in_flight[0]
+            try:
+                write.wait()
+            except NoSpaceError:
+                self.rows_bytes, self.rows_crc32 = rows_before
+                self.is_cut = True
+                raise
             self._in_flight.popleft()
+
+    def settle(self) -> None:
+        """Write what there is room for, and wait for it; `rows_bytes` are there then."""
+        for step in (self.flush, self.wait):
+            if not self.is_cut:
+                with suppress(NoSpaceError):
+                    step()
 
     def _write(self) -> None:
         padded_bytes = align_up(self._fill_bytes, _HEADER_BYTES)
         offset_bytes = _HEADER_BYTES + self.written_bytes
         self._extend(offset_bytes + padded_bytes)
         self.is_torn = True
-        self._in_flight.append(self._file.write_async(self._buffers[0][:padded_bytes], offset_bytes))
+        write = self._file.write_async(self._buffers[0][:padded_bytes], offset_bytes)
+        self._in_flight.append((write, self.rows_bytes, self.rows_crc32))
         for start_bytes in range(0, self._fill_bytes, CHUNK_BYTES):
             self._take_crc(self._buffers[0][start_bytes : min(start_bytes + CHUNK_BYTES, self._fill_bytes)])
         self._fill_bytes = 0
@@ -370,6 +387,8 @@ class RowWriter(Uncopied):
             extents.add_storage(_HEADER_BYTES + start_bytes, head.untyped_storage(), with_crc=False)
             read_extents(pending.fd, pending.path, extents, engine=self._engine)
         self._file = PageWriter(pending.fd, pending.path, engine=self._engine)
+        if self._resume and not record.done_bytes:
+            self._write_page(progress.encode_page(self._records))  # a note then finds its place on a full disk, too
         stream = _Stream(self._file, pending.allocate, self._row_bytes, crcs[: start_bytes // CHUNK_BYTES])
         stream.rows_bytes, stream.rows_crc32 = record.done_bytes, record.crc32
         stream.append(head)
@@ -450,10 +469,7 @@ class RowWriter(Uncopied):
         if stream is None or stream.is_torn or os.getpid() != self._process_id:
             return
         try:
-            try:
-                stream.flush()
-            except NoSpaceError:
-                stream.wait()  # what was written before is there all the same
+            stream.settle()
             self._note_progress()
         except FastPersistError as error:
             _log.warning("%s: the last rows before the error will be missing: %s", self.path, error)
@@ -483,7 +499,11 @@ class RowWriter(Uncopied):
         """Do steps 4 to 7."""
         stream, pending = self._entered(), self._opened_pending()
         self._refuse_failed()
-        stream.flush()
+        try:
+            stream.flush()
+        except BaseException:
+            self._failed = True
+            raise
         row_count = self.row_count
         if self._positions is not None:
             _require_permutation(self._positions, row_count, self.path)

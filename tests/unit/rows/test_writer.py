@@ -480,6 +480,37 @@ def test_a_full_disk_leaves_all_rows_that_it_had_room_for(tmp_path: Path, monkey
     expect_table(path, 20_000)
 
 
+@pytest.mark.parametrize("count", [20_000, 5 * CHUNK_BYTES // ROW_BYTES + 10], ids=["append", "the last flush"])
+@pytest.mark.parametrize("noted_after", [2, 100])
+def test_a_full_disk_where_no_space_can_be_reserved_leaves_what_was_written(
+    tmp_path: Path, noted_after: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.npy"
+    room_bytes = 4096 + 5 * CHUNK_BYTES + 4096  # which the rest of the rows would fit into, behind a hole
+    used: dict[int, int] = {}
+    write_async = PageWriter.write_async
+
+    def full() -> None:
+        raise NoSpaceError(28, "full", str(path))
+
+    def write_here(file: PageWriter, data: torch.Tensor, offset_bytes: int) -> Any:
+        if offset_bytes not in used and sum(used.values()) + data.numel() > room_bytes:
+            return SimpleNamespace(wait=full)
+        used[offset_bytes] = data.numel()
+        return write_async(file, data, offset_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer_module, "PROGRESS_BYTES", noted_after * CHUNK_BYTES)
+        patched.setattr(PendingFile, "allocate", lambda pending, size_bytes: os.ftruncate(pending.fd, size_bytes))
+        patched.setattr(PageWriter, "write_async", write_here)
+        with pytest.raises(NoSpaceError, match="full"), int32_writer(path, resume=True) as writer:
+            writer.append(make_rows(count, WIDTH))
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 5 * CHUNK_BYTES // ROW_BYTES
+        writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
+    expect_table(path, 20_000)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_an_append_that_failed_in_the_middle_of_a_row_is_the_last_one(
     tmp_path: Path, resume: bool, monkeypatch: pytest.MonkeyPatch
