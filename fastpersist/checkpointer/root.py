@@ -214,6 +214,7 @@ class Root:
         self._lock = threading.RLock()  # re-entrant, for signal handlers; not held while anything is removed
         self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
         self._next_number = 1
+        self._may_have_missed = False  # a step: its save has failed, perhaps when it was visible already
         self._resumed: int | None = None
         self._resumed_at: int | None = None  # the greatest number then, as far as it is known
         self._events: EventLog | None = None
@@ -310,6 +311,11 @@ class Root:
         with self._lock:
             self._metrics = None
 
+    def note_failed(self) -> None:
+        """Look at the next commit for steps that are not known: a save has failed, perhaps behind its commit point."""
+        with self._lock:
+            self._may_have_missed = True
+
     def resumed_from(self, step: int) -> None:
         """Count a step that was loaded as committed now: it stays until `keep` newer ones are durable."""
         with self._lock:
@@ -355,6 +361,20 @@ class Root:
             self._metrics = {step: commits[step].metrics for step in in_commit_order(commits)}
         return self._metrics
 
+    def _known_to(self, step: int) -> dict[int, Mapping[str, float]]:
+        """Read the directory again, and return what `_known` does, up to a durable step.
+
+        The steps behind it may not be durable, and are left to the next commit.
+        """
+        self._metrics = None
+        known = self._known()
+        order = list(known)
+        behind = order[order.index(step) + 1 :] if step in known else order
+        for other in behind:
+            del known[other]
+        self._may_have_missed = bool(behind)
+        return known
+
     def after_commit(self, step: int, metrics: dict[str, float], among: Collection[int] | None = None) -> None:
         """Name a durable step in LATEST, and remove the steps that no rule keeps. Errors are logged, not raised.
 
@@ -370,7 +390,7 @@ class Root:
                 self._write_latest(step)
                 is_named = True
             with self._lock:
-                known = self._known()
+                known = self._known_to(step) if self._may_have_missed else self._known()
                 known.pop(step, None)
                 known[step] = metrics  # behind all others: these calls come in the order of the commits
                 counted = {found: known[found] for found in known if among is None or found in among}

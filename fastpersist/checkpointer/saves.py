@@ -175,6 +175,7 @@ class StepSaves:
                 StepSave(step, state, rank_state, metrics, overwrite, stats, after, number), together
             )
             self._queue.add(pending)
+            pending.when_finished(partial(self._look_again_after, pending))
             self._saver.tell_once(state)
             if is_coordinator and not self._metric_looked_for:
                 self._metric_looked_for = True
@@ -191,6 +192,12 @@ class StepSaves:
             self._queue.deliver()
         pending.returned(time.monotonic() - started_s)  # includes what parts of the save have noted
         return pending
+
+    def _look_again_after(self, pending: PendingSave) -> None:
+        """Have retention find a step that was published by a save that failed then."""
+        # A node's own root may hold parts of steps that were never committed.
+        if pending.stats.error and not pending.skipped() and self.bound.stores.node_local is None:
+            self._root.note_failed()
 
     def make_room(self, path: str) -> bool:
         """Finish the removals that are under way, or else remove the steps that no rule keeps; tell if any went.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import threading
@@ -253,6 +254,36 @@ def test_save_that_fails_lets_everybody_go_who_waits_for_it(tmp_path: Path, memo
 
 
 # --- the end
+
+
+class SyncFailsOnce(Filesystem):
+    """A file system that cannot make a step's name durable, when `step` has become visible in `root`."""
+
+    def __init__(self, root: Path, step: int) -> None:
+        self.step_path, self.root, self.has_failed = root / f"step-{step:08d}", str(root), False
+
+    def sync_directory(self, path: str) -> None:
+        if path == self.root and self.step_path.exists() and not self.has_failed:
+            self.has_failed = True
+            raise fp.StorageError(errno.EIO, "the disk failed", path)
+        super().sync_directory(path)
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4])])
+def test_step_that_is_visible_though_its_save_failed_goes_like_any_other(
+    keep: int, stay: list[int], tmp_path: Path
+) -> None:
+    filesystem = SyncFailsOnce(tmp_path, 2)
+    with using(filesystem), fp.Checkpointer(tmp_path, keep=keep) as checkpointer:
+        checkpointer.save(1, {"x": 1}).result()
+        error = checkpointer.save(2, {"x": 2}).exception()
+        assert isinstance(error, fp.StorageError)
+        assert "is published, but" in str(error)
+        assert checkpointer.steps() == [1, 2]  # what is not durable takes nothing's place
+        checkpointer.save(3, {"x": 3}).result()
+        checkpointer.save(4, {"x": 4}).result()
+    assert fp.Checkpointer(tmp_path).steps() == stay
+    assert fp.load(tmp_path / "step-00000004" / "state.pt") == {"x": 4}
 
 
 def test_with_finishes_the_saves_and_gives_the_root_back(tmp_path: Path, leak_check: None) -> None:
