@@ -238,7 +238,11 @@ def assert_no_more_is_taken_than_by_torch(path: Path, good: bytes, changes: Iter
     for at, value in changes:
         path.write_bytes(good[:at] + bytes([value]) + good[at + 1 :])
         try:
-            fp.load(path, engine=ENGINE)
+            # What we leave to torch is its own affair, and may be chance: where the serialization id is said to be
+            # compressed, torch takes memory that nobody has written for it, and refuses the file if that is no UTF-8.
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr("fastpersist.loading.unpickle._load_stock", None)
+                fp.load(path, engine=ENGINE)
         except Exception:  # noqa: BLE001 - which error is for other tests
             continue
         taken_count += 1
