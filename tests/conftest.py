@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, and in many CI systems
         # Ignored here as before; but programs that tests start inherit what is ignored, and no handler.
         signal.signal(signal.SIGHUP, lambda number, frame: None)
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("a slow machine is no failure", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("a slow machine is no failure")
     os.environ["FASTPERSIST_CONFIG"] = ""  # what somebody has tuned on this machine is not what the tests are about
     try:
         importlib.import_module("fastpersist._native")

@@ -294,5 +294,5 @@ class Machine(RuleBasedStateMachine):
 def test_any_sequence_of_saves_and_crashes_keeps_what_was_committed(example_count: int) -> None:
     # Without shrinking, which takes minutes: what fails is printed as it is, and the long run shrinks it.
     phases = [Phase.generate, Phase.shrink] if example_count > 100 else [Phase.generate]
-    options = settings(max_examples=example_count, stateful_step_count=20, deadline=None, database=None, phases=phases)
+    options = settings(max_examples=example_count, stateful_step_count=20, database=None, phases=phases)
     run_state_machine_as_test(Machine, settings=options)

@@ -128,7 +128,7 @@ def test_replay_notices_a_broken_protocol(
 def test_no_loss_of_power_tears_one_of_many_saves(tmp_path: Path, suffix: str) -> None:
     judge, before, log = recorded(tmp_path, suffix, [2, 3, 4], MANY_BYTES, replaces=True)
 
-    @settings(max_examples=300, deadline=None, database=None)
+    @settings(max_examples=300, database=None)
     @given(
         st.integers(0, len(log)),
         st.lists(st.sampled_from(Fate), min_size=len(log), max_size=len(log)),

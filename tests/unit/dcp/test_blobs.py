@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastpersist.dcp.blobs import BLOCK_BYTES, SMALL_ALIGNMENT, is_plain, plain_blob
@@ -29,7 +29,6 @@ def whole_blob(tensor: torch.Tensor) -> bytes:
     return data
 
 
-@settings(deadline=None)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=4))
 def test_stock_tools_read_a_blob_of_any_dtype_and_shape(dtype: torch.dtype, shape: list[int]) -> None:
     tensor = (torch.arange(math.prod(shape)) % 7).to(dtype).reshape(shape)

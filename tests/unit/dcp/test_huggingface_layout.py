@@ -37,7 +37,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int,
     return shape, boxes
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cut=cut_tensors(), offset_bytes=st.integers(0, 40).map(lambda n: 4 * n), unit_bytes=st.sampled_from([1, 8, 32]))
 def test_every_byte_of_every_chunk_has_its_place(
     cut: tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]], offset_bytes: int, unit_bytes: int

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -47,7 +47,6 @@ def shapes(node: Any) -> Any:
     return [shapes(below) for below in node] if isinstance(node, list) else tuple(node.shape)
 
 
-@settings(deadline=None)
 @given(STATES)
 def test_names_of_a_save_are_the_tree_that_was_saved(state: dict[str, Any]) -> None:
     try:

@@ -108,7 +108,7 @@ def test_the_first_rank_leaves_the_ring_to_others_while_it_waits_for_the_rest(
     assert free_counts[0] >= -2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from([0, 1, 77, 4096, CUT_BYTES_MIN - 1, CUT_BYTES_MIN, CUT_BYTES_MIN + 4096 * 3 + 5])),
     st.integers(2, 4),

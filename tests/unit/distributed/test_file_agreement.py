@@ -6,7 +6,7 @@ import errno
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.sessions import ThreadSession, run_threads
 
@@ -96,7 +96,6 @@ def done(crcs: list[list[int]], counts: list[int]) -> Any:
     return run_threads(len(crcs), work)[0]
 
 
-@settings(deadline=None)  # threads
 @given(st.lists(st.lists(st.integers(0, (1 << 32) - 1), max_size=5), max_size=3))
 def test_crcs_arrive_as_they_were_told(crcs: list[list[int]]) -> None:
     assert done([[], *crcs], [0, *map(len, crcs)]) == [[], *crcs]

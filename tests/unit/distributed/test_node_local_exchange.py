@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fastpersist as fp
@@ -48,7 +48,6 @@ def parts_and_wants(draw: st.DrawFn) -> tuple[list[Part], list[int], list[list[E
     return parts, holders, draw(st.lists(wanted, min_size=1, max_size=3)), size
 
 
-@settings(deadline=None)
 @given(parts_and_wants())
 def test_pieces_are_all_that_is_wanted_each_byte_once_from_who_holds_it(
     case: tuple[list[Part], list[int], list[list[Extent]], int],
@@ -89,7 +88,6 @@ def put(target: torch.Tensor, offset_bytes: int, data: torch.Tensor) -> None:
     target[offset_bytes : offset_bytes + len(data)] = data
 
 
-@settings(deadline=None)
 @given(parts_and_wants())
 def test_what_is_taken_of_the_pieces_is_what_was_wanted(
     case: tuple[list[Part], list[int], list[list[Extent]], int],

@@ -60,7 +60,7 @@ def test_an_order_may_be_any_array(table: Path, tmp_path: Path, order: Any) -> N
     assert torch.equal(positions_in(tmp_path / "packed.npy"), make_rows(COUNT))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 300),
     st.sampled_from([1, 2, 3, 4, 12, 33]),

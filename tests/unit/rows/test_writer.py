@@ -85,7 +85,7 @@ def test_stock_readers_read_the_table(tmp_path: Path, suffix: str, count: int) -
         assert fp.verify(path).has_checksums
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 4000), max_size=6), st.sampled_from([1, 7, 160, 100_000]))
 def test_any_chunks_make_the_same_file(tmp_path_factory: pytest.TempPathFactory, counts: list[int], width: int) -> None:
     directory = tmp_path_factory.mktemp("chunks")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -29,7 +29,7 @@ from fastpersist.formats.safetensors import DTYPE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
-DISK = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+DISK = settings(max_examples=30)
 
 STATE = {"weight": torch.arange(3000.0), "bias": torch.arange(7)}
 OTHER = {"weight": torch.arange(3000.0) * 2, "bias": torch.arange(9)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
 
-DISK = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+DISK = settings(max_examples=25)
 
 STATE = {"weight": torch.arange(3000.0), "bias": torch.arange(7)}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.archives import assert_same_files, save_aligned
@@ -21,7 +21,7 @@ from fastpersist.formats.safetensors import DTYPE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
-DISK = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+DISK = settings(max_examples=60)
 
 
 @pytest.fixture(scope="module")

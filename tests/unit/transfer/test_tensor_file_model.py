@@ -67,7 +67,7 @@ def put(model: bytearray, data: bytes, offset: int) -> None:
         model[offset : offset + len(data)] = data
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(operations, min_size=1, max_size=12),
     start=sizes,
@@ -137,7 +137,7 @@ def PROBES(directory: Path) -> list[fp.EngineProbe]:
 # ----------------------------------------------------------------------------------------------- overlapping in time
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1 << 30),
     engine=st.sampled_from(ENGINES),
