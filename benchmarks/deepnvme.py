@@ -1,7 +1,7 @@
 """Tensors between memory and disk by DeepNVMe's own handle, by ours of the same name, by TensorFile, and by fio.
 
     python benchmarks/deepnvme.py DIR                                       1 GiB, 7 rounds, in turn; takes a minute
-    python benchmarks/deepnvme.py DIR --block 1M --depth 128 --parallel 4
+    python benchmarks/deepnvme.py DIR --block 1MiB --depth 128 --parallel 4
 
 Needs DeepSpeed and the tools to build its module (`pip install deepspeed ninja`, libaio-dev); without them its rows are
 left out, with a note. All move the same page-locked tensor, each from its own kind of locked allocation, in blocks of
@@ -28,8 +28,8 @@ from harness import argument_parser, run_benchmark
 import torch
 
 import fastpersist as fp
+from fastpersist.cli.argument_types import size
 from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
-from fastpersist.cli.bench.io.points import parse_size
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, empty, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
@@ -44,7 +44,7 @@ _SEED = 7
 def _arguments() -> argparse.Namespace:
     parser = argument_parser("deepnvme.py", __doc__)
     parser.add_argument("--size-mb", type=int, default=1024, metavar="MIB", help="of the tensor (default: 1024)")
-    parser.add_argument("--block", type=parse_size, default=8 * _MIB, metavar="SIZE", help="of a request (default: 8M)")
+    parser.add_argument("--block", type=size, default=8 * _MIB, metavar="SIZE", help="of a request (default: 8MiB)")
     parser.add_argument("--depth", type=int, default=8, metavar="N", help="requests in flight (default: 8)")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="DeepNVMe's intra_op_parallelism")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="(default: 7)")

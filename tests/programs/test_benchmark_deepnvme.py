@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def test_all_ways_take_turns_and_leave_nothing(tmp_path: Path) -> None:
     disk, result_path = tmp_path / "disk", tmp_path / "result.json"
     disk.mkdir()
-    options = ["--size-mb", "8", "--block", "1M", "--rounds", "2", "--json", str(result_path)]
+    options = ["--size-mb", "8", "--block", "1MiB", "--rounds", "2", "--json", str(result_path)]
     done = subprocess.run(
         [sys.executable, "-W", "error", str(BENCHMARKS / "deepnvme.py"), str(disk), *options],
         capture_output=True,

@@ -55,11 +55,13 @@ def test_every_combination_is_measured_beside_fio_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_io(
-        tmp_path, "--size-mb", "4", "--block", "1M", "256K", "--depth", "2", "8", "--repeat", "1", "--validate"
+        tmp_path, "--size-mb", "4", "--block", "1MiB", "256KiB", "--depth", "2", "8", "--repeat", "1", "--validate"
     )
 
     assert (result["format"], result["command"]) == (1, "io")
-    assert result["command_line"].startswith(f"fastpersist bench io {tmp_path} --size-mb 4 --block 1M 256K --depth 2 8")
+    assert result["command_line"].startswith(
+        f"fastpersist bench io {tmp_path} --size-mb 4 --block 1MiB 256KiB --depth 2 8"
+    )
     assert result["machine"]["torch"] == torch.__version__
     found = [(row["direction"], row["block_bytes"], row["depth"]) for row in own_rows(result)]
     blocks_and_depths = [(MIB, 2), (MIB, 8), (256 * KIB, 2), (256 * KIB, 8)]
@@ -117,7 +119,7 @@ def test_goes_without_fio_block_by_block(
 ) -> None:
     monkeypatch.setenv("PATH", "")
 
-    result = run_io(tmp_path, "--read", "--sync", "--size-mb", "1", "--block", "512K", "--repeat", "1", "--validate")
+    result = run_io(tmp_path, "--read", "--sync", "--size-mb", "1", "--block", "512KiB", "--repeat", "1", "--validate")
 
     ours, fio = result["rows"]
     assert (ours["note"], ours["depth"]) == ("", 1)
@@ -138,7 +140,7 @@ def test_wrong_bytes_fail_the_row_and_the_command(
         "from fastpersist.transfer import tensor_file\ntensor_file.refuse_null_engine = lambda used: None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(lenient), prepend=os.pathsep)
-    options = ("--engine", "null", "--size-mb", "1", "--block", "64K", "--repeat", "2", "--no-fio")
+    options = ("--engine", "null", "--size-mb", "1", "--block", "64KiB", "--repeat", "2", "--no-fio")
     result = run_io(tmp_path, *options, "--validate", code=1)
 
     assert [row["note"].split(":")[0] for row in result["rows"]] == ["failed", "failed"]
@@ -151,8 +153,9 @@ def test_wrong_bytes_fail_the_row_and_the_command(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--block", "100"), "multiple of 512"),
-        (("--block", "4M", "--size-mb", "2"), "at most --size-mb"),
+        (("--block", "100"), "multiple of 4096"),
+        (("--block", "8M"), "KiB and MiB by 1024"),
+        (("--block", "4MiB", "--size-mb", "2"), "at most --size-mb"),
         (("--depth", "5000"), "no more than 4096"),
         (("--sync", "--depth", "4"), "leave --depth out"),
         (("--read", "--in-place"), "reading only"),
@@ -179,7 +182,7 @@ def test_gpu_without_a_gpu_is_refused(
 
 
 @pytest.mark.parametrize(
-    "words", [["--block", "8X"], ["--block", "8M", "/data"], ["--depth", "0"], ["--sync", "--async"]]
+    "words", [["--block", "8X"], ["--block", "8MiB", "/data"], ["--depth", "0"], ["--sync", "--async"]]
 )
 def test_words_that_make_no_command_are_usage_errors(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
@@ -207,7 +210,7 @@ def test_memory_is_plain_and_said_to_be_where_it_cannot_be_locked(
         raise fp.StorageError(12, "RLIMIT_MEMLOCK is too small")
 
     monkeypatch.setattr(bench_io, "locked_tensor", refuse)
-    result = run_io(tmp_path, "--read", "--size-mb", "1", "--block", "64K", "--no-fio", "--repeat", "1")
+    result = run_io(tmp_path, "--read", "--size-mb", "1", "--block", "64KiB", "--no-fio", "--repeat", "1")
 
     assert result["setup"]["memory"] == "plain"
     assert any("RLIMIT_MEMLOCK is too small" in note for note in result["notes"])
@@ -243,7 +246,7 @@ def test_missing_matplotlib_names_the_extra_before_measuring(
 
 def test_ctrl_c_removes_every_file_and_ends_every_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from fastpersist.cli import main; sys.exit(main())"]
-    options = ["--size-mb", "2", "--block", "64K", "--repeat", "100000", "--processes", "2", "--no-fio", "--read"]
+    options = ["--size-mb", "2", "--block", "64KiB", "--repeat", "100000", "--processes", "2", "--no-fio", "--read"]
     bench = subprocess.Popen([*command, "bench", "io", str(tmp_path), *options], stdout=subprocess.DEVNULL)
     try:
         deadline_s = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""What `bench io` is put together from: sizes, what fio and gdsio are asked for and say, table, JSON and picture."""
+"""What `bench io` is put together from: blocks, what fio and gdsio are asked for and say, table, JSON and picture."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from fastpersist.cli.bench.io.points import (
     chunk_bytes_for,
     file_paths,
     fio_engine,
-    parse_size,
-    size_name,
+    is_block,
 )
 from fastpersist.cli.bench.io.report import io_report_json, io_report_text
 from fastpersist.cli.bench.io.rows import IoResult, PlannedRow, fio_job
@@ -36,21 +35,17 @@ READ, WRITE = Point("read", "threads", 64 * KIB, 4), Point("write", "threads", 6
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 
 
-# --- sizes and parameters ---
+# --- parameters ---
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"), [("4K", 4096), ("8M", 8 * MIB), ("1GiB", 1 << 30), ("512", 512), ("2kb", 2048)]
-)
-def test_sizes_are_read_as_typed(text: str, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
-    assert parse_size(size_name(size_bytes)) == size_bytes
+@pytest.mark.parametrize("block_bytes", [512, 1024, 4096, 3 * 4096, 8 * MIB])
+def test_blocks_are_whole_pages_or_parts_of_one(block_bytes: int) -> None:
+    assert is_block(block_bytes)
 
 
-@pytest.mark.parametrize("text", ["", "M", "-4K", "4.5M", "8X", "/data"])
-def test_other_words_are_no_sizes(text: str) -> None:
-    with pytest.raises(fp.ConfigError, match="no size"):
-        parse_size(text)
+@pytest.mark.parametrize("block_bytes", [0, 1, 256, 1536, 4000, 8_000_000])
+def test_other_sizes_are_no_blocks(block_bytes: int) -> None:
+    assert not is_block(block_bytes)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +183,7 @@ def test_gdsio_is_asked_for_the_same_and_understood() -> None:
     setup = Setup(10 * MIB, random=True, device="cuda")
     command = gdsio_command("gdsio", Point("write", "uring", 4 * MIB, 8), setup, "/x")
     options = dict(zip(command[1::2], command[2::2], strict=True))
-    expected = {"-f": "/x", "-d": "0", "-w": "8", "-s": "8M", "-i": "4M", "-x": "0", "-I": "3"}
+    expected = {"-f": "/x", "-d": "0", "-w": "8", "-s": str(8 * MIB), "-i": str(4 * MIB), "-x": "0", "-I": "3"}
     assert options == expected
 
     line = (
@@ -247,7 +242,7 @@ def test_table_and_json_say_the_same() -> None:
     assert text.startswith("the command\n")
     assert "- a note" in text
     (line,) = [line for line in text.splitlines() if "TensorFile-engine" in line]
-    for cell in ("random write in place", "64K", "0.500", "2.00", "50 %", "2,000", "4.0"):
+    for cell in ("random write in place", "64KiB", "0.500", "2.00", "50 %", "2,000", "4.0"):
         assert cell in line
     assert text.count("not installed") == 1
     assert "and 1 more: not installed" in text
@@ -270,10 +265,10 @@ def test_curves_run_along_one_axis_and_pair_with_fio() -> None:
     by_block = curves(results, Setup(MIB), "block_bytes")
 
     assert [curve.label for curve in by_depth] == [
-        "TensorFile TensorFile-engine: read, 4K",
-        "TensorFile TensorFile-engine: read, 8K",
-        "fio fio-engine: read, 4K",
-        "fio fio-engine: read, 8K",
+        "TensorFile TensorFile-engine: read, 4KiB",
+        "TensorFile TensorFile-engine: read, 8KiB",
+        "fio fio-engine: read, 4KiB",
+        "fio fio-engine: read, 8KiB",
     ]
     assert [curve.points for curve in by_depth] == [[(2, 2.0), (8, 8.0)]] * 2 + [[(2, 1.0), (8, 4.0)]] * 2
     assert [curve.color for curve in by_depth] == [0, 1, 0, 1]

@@ -44,13 +44,13 @@ def test_every_way_is_measured_against_the_limit_and_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "result.json"
-    assert main(["bench", "stream", str(tmp_path), *WORDS, "--budget", "40M", "--json", str(target)]) == 0
+    assert main(["bench", "stream", str(tmp_path), *WORDS, "--budget", "40MiB", "--json", str(target)]) == 0
     result = json.loads(target.read_text())
     target.unlink()
     assert list(tmp_path.iterdir()) == []
     assert groups() == []
     assert result["command_line"] == (
-        f"fastpersist bench stream {tmp_path} --model small --budget 40M --memory half --batch-size 1 --prompt-len 8 "
+        f"fastpersist bench stream {tmp_path} --model small --budget 40MiB --memory half --batch-size 1 --prompt-len 8 "
         "--gen-len 3 --repeat 1"
     )
     assert any("memory was NOT held down" in note for note in result["notes"]) is not can_limit()
@@ -93,8 +93,8 @@ def test_budget_above_the_memory_is_refused_before_a_file_is_made(
 ) -> None:
     if not can_limit():
         pytest.skip("no memory cgroup can be made here")
-    assert main(["bench", "stream", str(tmp_path), *WORDS, "--budget", "1G"]) == 2
-    assert "--budget 1G is more than --memory half" in capsys.readouterr().err
+    assert main(["bench", "stream", str(tmp_path), *WORDS, "--budget", "1GiB"]) == 2
+    assert "--budget 1GiB is more than --memory half" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,7 +107,7 @@ def test_disk_without_room_is_refused(
 
 
 def test_ctrl_c_removes_every_file_and_ends_every_process(tmp_path: Path) -> None:
-    words = ["stream", str(tmp_path), *WORDS[:-1], "100000", "--memory", "all", "--budget", "40M"]
+    words = ["stream", str(tmp_path), *WORDS[:-1], "100000", "--memory", "all", "--budget", "40MiB"]
     check_interrupted(tmp_path, *words, when=".fastpersist-bench-*/offload/index.json", child_count=0)
 
 

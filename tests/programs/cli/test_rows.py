@@ -64,7 +64,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_bench_compares_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--size", "4M", "--row-bytes", "512", "--depth", "8", "--count", "500", "--repeat", "1"]
+    options = ["--size", "4MiB", "--row-bytes", "512", "--depth", "8", "--count", "500", "--repeat", "1"]
     report = tmp_path / "rows.json"
     assert main(["bench", "rows", str(tmp_path), *options, "--json", str(report)]) == 0
     out = capsys.readouterr().out

@@ -15,16 +15,15 @@ from collections.abc import Sequence
 import torch
 
 from fastpersist import locked_tensor, require_engine
+from fastpersist.cli.argument_types import size, size_name
 from fastpersist.cli.bench.io.gdsio import why_no_gdsio
 from fastpersist.cli.bench.io.plot import draw, require_matplotlib
 from fastpersist.cli.bench.io.points import (
-    SECTOR_BYTES,
     Direction,
     Memory,
     Point,
     Setup,
-    parse_size,
-    size_name,
+    is_block,
     thread_count_for,
 )
 from fastpersist.cli.bench.io.report import io_report_json, io_report_text
@@ -50,9 +49,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "io",
         help="speed of reading and writing tensors by TensorFile, block by block",
         description="Speed of reading and writing tensors by TensorFile, beside fio with the same requests. Sizes are "
-        "4K, 8M, 1G …; options with several values make a row for each combination.",
+        "4KiB, 8MiB, 1GiB …; options with several values make a row for each combination.",
         epilog=examples_text(
-            "fastpersist bench io /mnt/nvme --block 1M 8M --depth 1 8 --plot io.png",
+            "fastpersist bench io /mnt/nvme --block 1MiB 8MiB --depth 1 8 --plot io.png",
             "fastpersist bench io /mnt/nvme --read --random --depth 64 256",
         ),
         formatter_class=HelpFormatter,
@@ -65,11 +64,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--block",
-        type=_size,
+        type=size,
         nargs="+",
         action="extend",
         metavar="SIZE",
-        help="bytes of one tensor, of one request (default: 8M, with --random 4K; at most --size-mb)",
+        help="bytes of one tensor, of one request (default: 8MiB, with --random 4KiB; at most --size-mb)",
     )
     parser.add_argument(
         "--depth",
@@ -105,13 +104,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth by depth and by block (needs matplotlib)")
     parser.set_defaults(run=run, one_by_one=False)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error} (DIR goes before the options)") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,10 +143,13 @@ def _check(arguments: argparse.Namespace) -> list[Direction]:
     if max(arguments.depth) > _DEPTH_MAX:
         raise ConfigError(f"--depth {max(arguments.depth)}: no more than {_DEPTH_MAX} requests can be in flight")
     for block_bytes in arguments.block:
-        if block_bytes % SECTOR_BYTES or not SECTOR_BYTES <= block_bytes <= arguments.size_mb * _MIB:
+        if not is_block(block_bytes):
             raise ConfigError(
-                f"--block {size_name(block_bytes)}: it must be a multiple of {SECTOR_BYTES} bytes, at most --size-mb"
+                f"--block {size_name(block_bytes)}: it must be 512, 1024, 2048 or a multiple of 4096 bytes; K and M "
+                "count by 1000, KiB and MiB by 1024"
             )
+        if block_bytes > arguments.size_mb * _MIB:
+            raise ConfigError(f"--block {size_name(block_bytes)}: it must be at most --size-mb")
     directions: list[Direction] = []
     if arguments.write or not arguments.read:
         directions.append("write")

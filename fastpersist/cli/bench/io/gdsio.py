@@ -9,7 +9,7 @@ import subprocess
 import time
 from dataclasses import replace
 
-from fastpersist.cli.bench.io.points import IoSample, Point, Setup, size_name
+from fastpersist.cli.bench.io.points import IoSample, Point, Setup
 from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.errors import UnsupportedError
 
@@ -43,8 +43,8 @@ def gdsio_command(program: str, point: Point, setup: Setup, path: str) -> list[s
     kind = (0 if point.direction == "read" else 1) + (2 if setup.random else 0)
     size_bytes = point.block_count(setup) * point.block_bytes
     return [
-        program, "-f", path, "-d", "0", "-w", str(point.depth), "-s", size_name(size_bytes),
-        "-i", size_name(point.block_bytes), "-x", "0", "-I", str(kind),
+        program, "-f", path, "-d", "0", "-w", str(point.depth), "-s", str(size_bytes),
+        "-i", str(point.block_bytes), "-x", "0", "-I", str(kind),
     ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastpersist.cli.bench.io.points import Setup, size_name
+from fastpersist.cli.argument_types import size_name
+from fastpersist.cli.bench.io.points import Setup
 from fastpersist.cli.bench.io.rows import IoResult
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError

@@ -1,13 +1,11 @@
-"""The parameters of `bench io`, varied (points) and fixed (setup), and sizes in text. It does no I/O."""
+"""The parameters of `bench io`, varied (points) and fixed (setup). It does no I/O."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from fastpersist.cli.bench.rows import Sample
-from fastpersist.errors import ConfigError
 
 __all__ = [
     "Device",
@@ -19,8 +17,7 @@ __all__ = [
     "chunk_bytes_for",
     "file_paths",
     "fio_engine",
-    "parse_size",
-    "size_name",
+    "is_block",
     "thread_count_for",
 ]
 
@@ -28,11 +25,8 @@ Direction = Literal["read", "write"]
 Memory = Literal["locked", "plain"]
 Device = Literal["cpu", "cuda"]
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SIZE = re.compile(r"(\d+)([KMG]?)(?:i?B)?", re.IGNORECASE)
-
-SECTOR_BYTES = 512
-"""No device takes direct requests of less."""
+_SECTOR_BYTES = 512  # no device takes direct requests of less
+_PAGE_BYTES = 4096
 
 _CHUNK_BYTES_MIN = 1 << 12
 _CHUNK_BYTES_MAX = 1 << 30
@@ -112,24 +106,9 @@ class IoSample(Sample):
     p99_s: float | None = None
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of "4K", "8M", "1GiB", "512".
-
-    Raises:
-        ConfigError: It is no such size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is no size such as 4K, 8M or 1G")
-    return int(match[1]) * _UNITS[match[2].upper()]
-
-
-def size_name(size_bytes: int) -> str:
-    """Say a size as it is typed, in the largest unit without a fraction: "8M", "4K", "512"."""
-    for unit in ("G", "M", "K"):
-        if size_bytes and size_bytes % _UNITS[unit] == 0:
-            return f"{size_bytes // _UNITS[unit]}{unit}"
-    return str(size_bytes)
+def is_block(block_bytes: int) -> bool:
+    """Tell whether blocks of this size are aligned for direct requests: whole pages, or sectors that divide a page."""
+    return block_bytes >= _SECTOR_BYTES and not (block_bytes % _PAGE_BYTES and _PAGE_BYTES % block_bytes)
 
 
 def chunk_bytes_for(block_bytes: int) -> int:

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from fastpersist.cli.bench.io.points import IoSample, Setup, size_name
+from fastpersist.cli.argument_types import size_name
+from fastpersist.cli.bench.io.points import IoSample, Setup
 from fastpersist.cli.bench.io.rows import IoResult
 from fastpersist.cli.bench.report import facts_text, notes_text, report_head, samples_json, table
 

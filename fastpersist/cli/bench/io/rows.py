@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fastpersist import TensorFile
+from fastpersist.cli.argument_types import size_name
 from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
 from fastpersist.cli.bench.io.gdsio import run_gdsio, why_no_gdsio
 from fastpersist.cli.bench.io.points import (
@@ -22,7 +23,6 @@ from fastpersist.cli.bench.io.points import (
     Setup,
     file_paths,
     fio_engine,
-    size_name,
     thread_count_for,
 )
 from fastpersist.cli.bench.io.worker import IoProcesses

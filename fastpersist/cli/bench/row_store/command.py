@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fastpersist.cli.bench.io.points import IoSample, parse_size, size_name
+from fastpersist.cli.argument_types import size, size_name
+from fastpersist.cli.bench.io.points import IoSample
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
     check_device,
@@ -38,7 +39,6 @@ from fastpersist.cli.bench.row_store.ways import (
 )
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
 from fastpersist.cli.terminal import HelpFormatter, examples_text
-from fastpersist.errors import ConfigError
 from fastpersist.transfer.arena import available_host_bytes
 
 __all__ = ["add_parser", "run"]
@@ -57,11 +57,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
         help="rows gathered from a table on disk, by fp.RowStore and by others",
         description="Rows gathered from a table on disk, at random: fp.RowStore, mapped files and threads, against "
         "fio; small requests; and rows that are in memory, against torch.index_select.",
-        epilog=examples_text(f"fastpersist {'rows bench' if name == 'bench' else 'bench rows'} /mnt/nvme --size 2G"),
+        epilog=examples_text(f"fastpersist {'rows bench' if name == 'bench' else 'bench rows'} /mnt/nvme --size 2GiB"),
         formatter_class=HelpFormatter,
     )
     parser.add_argument("directory", metavar="DIR", help="existing directory; gets a table, removed afterwards")
-    parser.add_argument("--size", type=_size, default=8 << 30, metavar="SIZE", help="of the table (default: 8G)")
+    parser.add_argument("--size", type=size, default=8 << 30, metavar="SIZE", help="of the table (default: 8GiB)")
     parser.add_argument(
         "--row-bytes", type=_row_bytes, nargs="+", default=[512, 4096], metavar="N", help="default: 512 4096"
     )
@@ -73,13 +73,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.set_defaults(run=run)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error} (DIR goes before the options)") from None
 
 
 def _row_bytes(text: str) -> int:

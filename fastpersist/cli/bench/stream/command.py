@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from fastpersist.cli.bench.io.points import parse_size, size_name
+from fastpersist.cli.argument_types import size, size_name
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
     check_device,
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "mapped files, and diffusers, AirLLM and DeepSpeed where these are installed, against what disk and processor "
         "allow. Needs transformers and accelerate.",
         epilog=examples_text(
-            "fastpersist bench stream /mnt/nvme --model small", "fastpersist bench stream /mnt/nvme --budget 1G half"
+            "fastpersist bench stream /mnt/nvme --model small", "fastpersist bench stream /mnt/nvme --budget 1GiB half"
         ),
         formatter_class=HelpFormatter,
     )
@@ -71,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="+",
         action="extend",
         metavar="SIZE",
-        help="of fp.stream: such as 1G, ring (little more than that), half (of the model); a row for each (default: "
+        help="of fp.stream: such as 1GiB, ring (little more than that), half (of the model); a row for each (default: "
         "ring half)",
     )
     parser.add_argument(
@@ -92,10 +92,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _budget(text: str) -> int | str:
-    try:
-        return text if text in ("ring", "half") else parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error} (DIR goes before the options)") from None
+    return text if text in ("ring", "half") else size(text)
 
 
 def _several(text: str) -> int:

@@ -1,0 +1,39 @@
+"""Types of options: what they read, and that an error says what was expected."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from fastpersist.cli.argument_types import size, size_name
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("4KiB", 4096), ("8MiB", 8 * MIB), ("1GiB", 1 << 30), ("512", 512), ("8GB", 8 * 10**9), ("2k", 2000)],
+)
+def test_sizes_are_read_as_everywhere_else(text: str, size_bytes: int) -> None:
+    assert size(text) == size_bytes
+    assert size(size_name(size_bytes)) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "name"), [(0, "0"), (1000, "1000"), (64 * KIB, "64KiB"), (1536 * KIB, "1536KiB"), (3 << 30, "3GiB")]
+)
+def test_a_size_is_named_without_a_fraction(size_bytes: int, name: str) -> None:
+    assert size_name(size_bytes) == name
+
+
+@pytest.mark.parametrize("text", ["", "M", "-4K", "8X"])
+def test_other_words_are_no_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="such as"):
+        size(text)
+
+
+def test_a_directory_behind_an_option_of_several_values_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="DIR goes before the options"):
+        size(str(tmp_path))
