@@ -10,7 +10,7 @@ from fastpersist.errors import ConfigError
 
 __all__ = ["size", "size_name"]
 
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_UNITS = {"GiB": 1 << 30, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6, "KiB": 1 << 10, "kB": 10**3}
 
 
 def size(text: str) -> int:
@@ -26,8 +26,8 @@ def size(text: str) -> int:
 
 
 def size_name(size_bytes: int) -> str:
-    """Format a size as `size` reads it, in the largest unit without a fraction: "8MiB", "4KiB", "512"."""
-    for unit, unit_bytes in _UNITS:
+    """Format a size as `size` reads it, in the largest unit without a fraction: "8MiB", "2GB", "512"."""
+    for unit, unit_bytes in _UNITS.items():
         if size_bytes and size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
     return str(size_bytes)

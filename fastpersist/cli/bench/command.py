@@ -13,7 +13,6 @@ import ctypes
 import dataclasses
 import gc
 import os
-import shlex
 from collections.abc import Callable
 
 import fastpersist
@@ -24,7 +23,7 @@ from fastpersist.cli.bench.load_rows import PageCache, memcpy_rows, own_load_row
 from fastpersist.cli.bench.overlap import command as bench_overlap
 from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.ranks import command as bench_ranks
-from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
+from fastpersist.cli.bench.report import StateResult, command_line_text, machine_facts, report_json, report_text
 from fastpersist.cli.bench.row_store import command as bench_rows
 from fastpersist.cli.bench.rows import Measured, Row, Sample, exit_code, measure
 from fastpersist.cli.bench.save_rows import own_save_rows, peer_save_rows, usable_engines
@@ -95,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         )
         parser.add_argument("--quick", action="store_true", help="small states, one round: to try it out")
         parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, parser=parser)
     load.add_argument("--warm", action="store_true", help="read files that are in the page cache")
     bench_io.add_parser(commands)
     bench_overlap.add_parser(commands)
@@ -119,26 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_places(arguments.directory, [arguments.json])
     facts = machine_facts(arguments.directory)
     notes, states = _measure_all(arguments)
-    command_line = _command_line(arguments)
+    command_line = command_line_text(arguments)
     print(report_text(arguments.command, command_line, facts, notes, states))
     if arguments.json:
         write_json(arguments.json, report_json(arguments.command, command_line, facts, notes, states))
     return exit_code(row for state in states for row in state.rows)
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", arguments.command, arguments.directory, "--repeat", str(arguments.repeat)]
-    for state in arguments.state:
-        words += ["--state", state]
-    if "one-tensor" in arguments.state and not arguments.quick:
-        words += ["--size-mb", str(arguments.size_mb)]
-    if arguments.engine:
-        words += ["--engine", *arguments.engine]
-    for name in ("all_engines", "quick", "warm"):
-        if getattr(arguments, name, False):
-            words.append(f"--{name.replace('_', '-')}")
-    return shlex.join(words)
 
 
 def _measure_all(arguments: argparse.Namespace) -> tuple[list[str], list[StateResult]]:

@@ -1,13 +1,16 @@
-"""The output of the bench commands: facts on the machine, tables, notes, and the same as JSON.
+"""The output of the bench commands: command line, facts on the machine, tables, notes, and the same as JSON.
 
-`report_head`, `facts_text`, `table` and `notes_text` serve all commands; the rest is for `bench save` and `bench load`.
+`command_line_text`, `report_head`, `facts_text`, `table` and `notes_text` serve all commands; the rest is for `bench
+save` and `bench load`.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
+import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +19,13 @@ from typing import Any
 import torch
 
 import fastpersist
+from fastpersist.cli.argument_types import size_name
 from fastpersist.cli.bench.fio import fio_version
 from fastpersist.cli.bench.rows import Measured
 
 __all__ = [
     "StateResult",
+    "command_line_text",
     "facts_text",
     "machine_facts",
     "notes_text",
@@ -53,6 +58,35 @@ class StateResult:
     tensor_count: int
     auto_engine: str
     rows: list[Measured]
+
+
+def command_line_text(arguments: argparse.Namespace) -> str:
+    """Spell out a command, as it would be typed to run the same again.
+
+    An option that has its default is left out, and so is --json. A default that the command has found for this run is
+    in `arguments`, and is spelled out.
+
+    Args:
+        arguments: Of the command line; their `parser` is that of the command.
+    """
+    parser: argparse.ArgumentParser = arguments.parser
+    words = parser.prog.split()
+    for action in parser._actions:
+        value = vars(arguments).get(action.dest, action.default)
+        if value == action.default or action.dest == "json":
+            continue
+        option = action.option_strings[:1]
+        texts = [
+            size_name(one) if action.metavar == "SIZE" and isinstance(one, int) else str(one)
+            for one in (value if isinstance(value, list) else [value])
+        ]
+        if action.nargs == 0:
+            words += option
+        elif isinstance(value, list) and action.nargs is None:  # the option is repeated
+            words += [word for text in texts for word in (*option, text)]
+        else:
+            words += [*option, *texts]
+    return shlex.join(words)
 
 
 def machine_facts(directory: str) -> dict[str, Any]:

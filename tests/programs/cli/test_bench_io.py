@@ -181,9 +181,7 @@ def test_gpu_without_a_gpu_is_refused(
     assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", [["--block", "8X"], ["--block", "8MiB", "/data"], ["--depth", "0"], ["--sync", "--async"]]
-)
+@pytest.mark.parametrize("words", [["--block", "8X"], ["--block", "8MiB", "/data"], ["--depth", "0"]])
 def test_words_that_make_no_command_are_usage_errors(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         main(["bench", "io", str(tmp_path), *words])

@@ -64,8 +64,7 @@ def test_every_way_is_measured_a_missing_one_is_said_and_nothing_is_left(
 
     assert (result["format"], result["command"]) == (1, "overlap")
     assert result["command_line"] == (
-        f"fastpersist bench overlap {disk} --device cpu --size-mb 4 --step-ms 20 --steps 3 --repeat 1 --threads 1 "
-        "--engine auto"
+        f"fastpersist bench overlap {disk} --size-mb 4 --step-ms 20 --steps 3 --repeat 1 --threads 1"
     )
     training = result["training"]
     assert training["state_bytes"] == pytest.approx(4 * MIB, rel=0.05)
@@ -121,7 +120,7 @@ def test_further_ways_are_measured_between_several_steps_when_they_are_named(
 def test_turns_of_all_ways_are_steps_of_one_process(tmp_path: Path) -> None:
     words = "--size-mb 2 --step-ms 5 --turns 2 --threads 1 --ways".split()
     result = run_overlap(tmp_path, *words, OURS, LOOP, AGAIN)
-    assert "--turns 2 --threads 1 --ways 'no checkpoints' fp.Checkpointer" in result["command_line"]
+    assert f"--ways {OURS} 'O_DIRECT loop' 'no checkpoints, again' --turns 2 --threads 1" in result["command_line"]
     rows = {row["name"]: row for row in result["rows"]}
     if rows[LOOP]["note"]:  # a file system without direct I/O
         rows.pop(LOOP)

@@ -44,7 +44,10 @@ def test_every_way_is_measured_with_real_ranks_and_nothing_is_left(
     result = run_ranks(tmp_path, "--ranks", "3", "2", "--size-mb", "8", "--repeat", "2")
 
     assert (result["format"], result["command"]) == (1, "ranks")
-    assert result["command_line"] == f"fastpersist bench ranks {tmp_path} --ranks 2 3 --size-mb 8 --repeat 2"
+    assert (
+        result["command_line"]
+        == f"fastpersist bench ranks {tmp_path} --ranks 2 3 --size-mb 8 --parts save load --repeat 2"
+    )
     assert result["machine"]["torch"] == torch.__version__
     saves = {row["name"]: row for row in result["save"]}
     loads = {row["name"]: row for row in result["load"]}
@@ -89,8 +92,8 @@ def test_what_limits_ranks_and_what_agreement_costs_is_measured_when_it_is_asked
     words = "--ranks 3 --size-mb 8 --repeat 2 --warm --load-ways --limits --one-core-each --parts save load agreement"
     result = run_ranks(tmp_path, *words.split())
     assert result["command_line"] == (
-        f"fastpersist bench ranks {tmp_path} --ranks 3 --size-mb 8 --repeat 2 --warm --load-ways --limits "
-        "--one-core-each --parts save load agreement"
+        f"fastpersist bench ranks {tmp_path} --ranks 3 --size-mb 8 --parts save load agreement --warm --load-ways "
+        "--limits --one-core-each --repeat 2"
     )
     rows = {row["name"]: row for name in ("save", "load", "agreement") for row in result[name]}
     limits = ("bare pwrite, one file", "bare pwrite, a file each", "null engine", "memcpy")

@@ -36,7 +36,7 @@ def rows_of(result: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 def test_all_ways_take_turns_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_sharded(tmp_path, "--between", "0.01")
-    assert result["command_line"].endswith("--repeat 1 --sharded --between 0.01")
+    assert result["command_line"].endswith("--sharded --between 0.01 --repeat 1")
     assert 0.8 * 8 < result["state_bytes"] / MIB < 1.2 * 8
     expected = {"save": work.SAVE_WAYS, "load": work.LOAD_WAYS, "async": work.ASYNC_WAYS}
     has_peer = importlib.util.find_spec(PEER) is not None

@@ -50,8 +50,7 @@ def test_every_way_is_measured_against_the_limit_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
     assert groups() == []
     assert result["command_line"] == (
-        f"fastpersist bench stream {tmp_path} --model small --budget 40MiB --memory half --batch-size 1 --prompt-len 8 "
-        "--gen-len 3 --repeat 1"
+        f"fastpersist bench stream {tmp_path} --model small --budget 40MiB --gen-len 3 --repeat 1"
     )
     assert any("memory was NOT held down" in note for note in result["notes"]) is not can_limit()
     rows = {row["name"]: row for row in result["rows"]}

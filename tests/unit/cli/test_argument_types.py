@@ -22,7 +22,8 @@ def test_sizes_are_read_as_everywhere_else(text: str, size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "name"), [(0, "0"), (1000, "1000"), (64 * KIB, "64KiB"), (1536 * KIB, "1536KiB"), (3 << 30, "3GiB")]
+    ("size_bytes", "name"),
+    [(0, "0"), (1001, "1001"), (64 * KIB, "64KiB"), (1536 * KIB, "1536KiB"), (3 << 30, "3GiB"), (2 * 10**9, "2GB")],
 )
 def test_a_size_is_named_without_a_fraction(size_bytes: int, name: str) -> None:
     assert size_name(size_bytes) == name

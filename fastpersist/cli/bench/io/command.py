@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +30,7 @@ from fastpersist.cli.bench.io.rows import IoResult, measure_direction, plan_rows
 from fastpersist.cli.bench.io.worker import IoProcesses
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
-from fastpersist.cli.bench.report import machine_facts
+from fastpersist.cli.bench.report import command_line_text, machine_facts
 from fastpersist.cli.bench.rows import exit_code
 from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, StorageError
@@ -92,10 +91,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="host tensors: locked_tensor or torch.empty (default: locked, or plain where the limit forbids)",
     )
     parser.add_argument("--random", action="store_true", help="blocks in shuffled order; shows IOPS and processor time")
-    pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--sync", action="store_true", dest="one_by_one", help="one block after the other has been moved")
-    pace.add_argument(
-        "--async", action="store_false", dest="one_by_one", help="all blocks as one list of requests (default)"
+    parser.add_argument(
+        "--sync",
+        action="store_true",
+        dest="one_by_one",
+        help="one block after the other has been moved (default: all blocks as one list of requests)",
     )
     parser.add_argument("--validate", action="store_true", help="compare file and memory after each run")
     parser.add_argument("--in-place", action="store_true", help="write over a file that is there, not a fresh one")
@@ -103,7 +103,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--no-fio", action="store_true", help="TensorFile alone")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth by depth and by block (needs matplotlib)")
-    parser.set_defaults(run=run, one_by_one=False)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     setup, notes = _setup(arguments)
     facts = machine_facts(arguments.directory)
     results = _measure_all(arguments, setup, directions, notes)
-    command_line = _command_line(arguments)
+    command_line = command_line_text(arguments)
     print(io_report_text(command_line, facts, notes, setup, results))
     if arguments.json:
         report = io_report_json(command_line, facts, notes, setup, results)
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> list[Direction]:
     """Fill in the defaults that depend on other options, and refuse what makes no sense; return the directions."""
-    if arguments.one_by_one and arguments.depth:
+    if arguments.one_by_one and arguments.depth not in (None, [1]):
         raise ConfigError("--sync has one block in flight at a time; leave --depth out")
     arguments.block = arguments.block or [4096 if arguments.random else min(8, arguments.size_mb) * _MIB]
     arguments.depth = [1] if arguments.one_by_one else arguments.depth or [64 if arguments.random else 8]
@@ -298,23 +298,3 @@ def _fio_notes(arguments: argparse.Namespace, setup: Setup, engines: Sequence[st
             f"(--thread --numjobs={', '.join(map(str, sorted(counts)))}), a range of the file each"
         )
     return notes
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", "io", arguments.directory]
-    words += [f"--{name}" for name in ("read", "write") if getattr(arguments, name)]
-    words += ["--size-mb", str(arguments.size_mb), "--block", *map(size_name, arguments.block)]
-    words += ["--sync"] if arguments.one_by_one else ["--depth", *map(str, arguments.depth)]
-    words += ["--engine", *arguments.engine]
-    if arguments.processes > 1:
-        words += ["--processes", str(arguments.processes)]
-    for name in ("threads", "memory"):
-        if getattr(arguments, name):
-            words += [f"--{name}", str(getattr(arguments, name))]
-    if arguments.device != "cpu":
-        words += ["--device", arguments.device]
-    for name in ("random", "validate", "in_place", "no_fio"):
-        if getattr(arguments, name):
-            words.append(f"--{name.replace('_', '-')}")
-    return shlex.join([*words, "--repeat", str(arguments.repeat)])

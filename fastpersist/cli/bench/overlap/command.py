@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import os
 import random
-import shlex
 import tempfile
 from collections.abc import Iterable
 from typing import Any
@@ -28,7 +27,7 @@ from fastpersist.cli.bench.places import (
     scratch_directory,
     write_json,
 )
-from fastpersist.cli.bench.report import facts_text, machine_facts, report_head
+from fastpersist.cli.bench.report import command_line_text, facts_text, machine_facts, report_head
 from fastpersist.cli.child_process import ChildProcess
 from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
@@ -124,7 +123,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--engine", default="auto", metavar="NAME", help="of fastpersist (default: auto)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -144,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check(arguments)
     facts = machine_facts(arguments.directory)
-    command_line = _command_line(arguments)
+    command_line = command_line_text(arguments)
     head = report_head("overlap", command_line, facts, [])
     with scratch_directory(arguments.directory) as scratch:
         if arguments.soak:
@@ -152,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
             report: dict[str, Any] = head | {"soak": results, "grown": grown}
         else:
             lengths, rounds, notes = _measure(arguments, scratch)
-            rows = condense(arguments.ways, rounds, notes, every=arguments.every, write_s=lengths["write_s"])
+            rows = condense(arguments.names, rounds, notes, every=arguments.every, write_s=lengths["write_s"])
             remarks = overlap_remarks(arguments, lengths)
             print(overlap_text(command_line, facts, lengths, rows, remarks))
             report = head | {"notes": remarks, "training": lengths, "rows": rows}
@@ -168,7 +167,7 @@ def _check(arguments: argparse.Namespace) -> None:
     check_device(arguments.device)
     wanted = arguments.ways or ([_OURS] if arguments.soak else WAYS)
     wanted = list(ALL_WAYS) if "all" in wanted else [NONE, *wanted]
-    arguments.ways = [name for name in ALL_WAYS if name in wanted and not (arguments.soak and name.startswith(NONE))]
+    arguments.names = [name for name in ALL_WAYS if name in wanted and not (arguments.soak and name.startswith(NONE))]
     arguments.steps = -(-arguments.steps // arguments.every) * arguments.every
     state_bytes = GPT2_STATE_BYTES if arguments.model == GPT2 else arguments.size_mb * _MIB
     needed_bytes = (_COPY_COUNT if arguments.device == "cpu" else 1) * state_bytes
@@ -179,28 +178,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     arguments.threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     check_places(arguments.directory, [arguments.json])
-    one_after_another = len(arguments.ways) if arguments.turns else 1
+    one_after_another = len(arguments.names) if arguments.turns else 1
     require_space(arguments.directory, one_after_another * _FILE_COUNT * state_bytes, smaller="--size-mb")
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", "overlap", arguments.directory, "--device", arguments.device]
-    if arguments.model != GPT2:
-        words += ["--size-mb", str(arguments.size_mb)]
-    if arguments.model != LAYERS:
-        words += ["--model", arguments.model]
-    for name in ("step-ms", "batch", "tokens", "max-host-mb", "turns", "soak"):
-        value = getattr(arguments, name.replace("-", "_"))
-        words += [f"--{name}", str(value)] if value else []
-    if not arguments.turns and not arguments.soak:
-        words += ["--steps", str(arguments.steps)]
-        words += ["--every", str(arguments.every)] if arguments.every > 1 else []
-        words += ["--repeat", str(arguments.repeat)]
-    words += ["--threads", str(arguments.threads)]
-    if arguments.ways != list(WAYS):
-        words += ["--ways", *arguments.ways]
-    return shlex.join([*words, "--engine", arguments.engine])
 
 
 def _measure(
@@ -211,7 +190,7 @@ def _measure(
     rounds: list[dict[str, dict[str, Any]]] = []
     notes: dict[str, str] = {}
     order = random.Random(0)
-    names = arguments.ways
+    names = arguments.names
     count = 2 if arguments.turns else 1 + arguments.repeat * len(names)
     with (
         progress_bar(total=count, desc="bench", unit="run", leave=False, disable=None) as progress,
@@ -272,7 +251,7 @@ def _soak(arguments: argparse.Namespace, scratch: str, facts: str) -> tuple[dict
     results: dict[str, Any] = {}
     grown: list[str] = []
     with ChildProcess(_PROGRAM, title="the process that trains") as process:
-        for name in arguments.ways:
+        for name in arguments.names:
             job = dataclasses.replace(_job(arguments), ways=(name,), step_count=arguments.soak, soak=True)
             results[name] = _run_job(process, job, scratch)
             if "result" in results[name]:

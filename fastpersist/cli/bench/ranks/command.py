@@ -7,7 +7,6 @@ benchmarks, nothing fails because a machine is slow: the exit code is 0 unless a
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from fastpersist.cli.bench.places import check_places, positive, require_space, 
 from fastpersist.cli.bench.ranks.one_file import OneFile
 from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses
 from fastpersist.cli.bench.ranks.tables import Table, ranks_text, row_json
-from fastpersist.cli.bench.report import machine_facts, report_head
+from fastpersist.cli.bench.report import command_line_text, machine_facts, report_head
 from fastpersist.cli.bench.rows import exit_code
 from fastpersist.cli.terminal import HelpFormatter, examples_text
 from fastpersist.errors import ConfigError, UnsupportedError
@@ -103,7 +102,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _several(text: str) -> int:
@@ -127,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.ranks = sorted(set(arguments.ranks or [2, 4]))
     _check(arguments)
     facts = machine_facts(arguments.directory)
-    command_line = _command_line(arguments)
+    command_line = command_line_text(arguments)
     measure = _sharded if arguments.sharded else _one_file
     with scratch_directory(arguments.directory) as scratch, scratch_directory(arguments.directory) as meeting:
         sizes, tables, cache = measure(arguments, scratch, meeting)
@@ -212,19 +211,6 @@ def _one_line() -> Iterator[None]:
         yield
     except Failed as error:
         raise UnsupportedError(str(error).splitlines()[0]) from error
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", "ranks", arguments.directory, "--ranks", *map(str, arguments.ranks)]
-    words += ["--size-mb", str(arguments.size_mb), "--repeat", str(arguments.repeat)]
-    for name in ("sharded", "flat", "warm", "load_ways", "limits", "one_core_each"):
-        words += [f"--{name.replace('_', '-')}"] if getattr(arguments, name) else []
-    if arguments.parts != ["save", "load"] + ["async"] * arguments.sharded:
-        words += ["--parts", *arguments.parts]
-    if arguments.sharded:
-        words += ["--between", f"{arguments.between:g}"]
-    return shlex.join(words)
 
 
 def _notes(arguments: argparse.Namespace, facts: dict[str, Any], cache: PageCache) -> list[str]:

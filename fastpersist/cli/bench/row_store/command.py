@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fastpersist.cli.argument_types import size, size_name
+from fastpersist.cli.argument_types import size
 from fastpersist.cli.bench.io.points import IoSample
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
@@ -26,7 +25,15 @@ from fastpersist.cli.bench.places import (
     scratch_directory,
     write_json,
 )
-from fastpersist.cli.bench.report import facts_text, machine_facts, notes_text, report_head, samples_json, table
+from fastpersist.cli.bench.report import (
+    command_line_text,
+    facts_text,
+    machine_facts,
+    notes_text,
+    report_head,
+    samples_json,
+    table,
+)
 from fastpersist.cli.bench.row_store.ways import (
     FEW_COUNT,
     Case,
@@ -72,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
     )
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _row_bytes(text: str) -> int:
@@ -132,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         cache.describe(),
         f"read_ahead_kb of the disk: {_read_ahead_kb(arguments.directory)}, which mapped files depend on",
     ]
-    command_line = _command_line(arguments)
+    command_line = command_line_text(arguments)
     print(_text(command_line, facts, notes, parts))
     if arguments.json:
         values = [{"title": title, "rows": [_values(one) for one in results]} for title, results in parts]
@@ -203,11 +210,3 @@ def _request_cells(one: Measured) -> list[str]:
     slow_s = [sample.p99_s for sample in _samples(one) if sample.p99_s is not None]
     request_s = one.median_s * FEW_COUNT / _samples(one)[0].io_count
     return [f"{1e6 * request_s:.0f}", f"{1e6 * statistics.median(slow_s):.0f}" if slow_s else ""]
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", "rows", arguments.directory, "--size", size_name(arguments.size)]
-    words += ["--row-bytes", *map(str, arguments.row_bytes), "--depth", *map(str, arguments.depth)]
-    words += [] if arguments.device == "cpu" else ["--device", arguments.device]
-    return shlex.join([*words, "--count", str(arguments.count), "--repeat", str(arguments.repeat)])

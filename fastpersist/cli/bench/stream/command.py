@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import glob
 import os
-import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +24,7 @@ from fastpersist.cli.bench.places import (
     scratch_directory,
     write_json,
 )
-from fastpersist.cli.bench.report import machine_facts
+from fastpersist.cli.bench.report import command_line_text, machine_facts
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
 from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
 from fastpersist.cli.bench.stream.model import FORM_COUNT, MODEL_NAMES, ModelFiles, make_model, weight_sizes
@@ -88,7 +87,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--gen-len", type=_several, default=5, metavar="N", help="tokens to generate (default: 5)")
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def _budget(text: str) -> int | str:
@@ -125,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     with scratch_directory(arguments.directory) as scratch:
         files = make_model(scratch, arguments.model, arguments.layers)
         results = _measure_ways(arguments, case, files, scratch, notes)
-    command_line = _command_line(arguments)
+    command_line = command_line_text(arguments)
     sizes = {"weight_bytes": weight_bytes, "pass_bytes": files.pass_bytes}
     print(stream_text(command_line, facts, notes, case, sizes, results))
     if arguments.json:
@@ -224,18 +223,3 @@ def _compare_tokens(results: Sequence[Measured]) -> None:
     for one in results:
         if one.row.kind == "fastpersist" and right and any(tokens != tokens_of(right)[0] for tokens in tokens_of(one)):
             one.note = f"failed: other tokens than {right.row.name}"
-
-
-def _command_line(arguments: argparse.Namespace) -> str:
-    """Spell out the command, as it would be typed to run the same again."""
-    words = ["fastpersist", "bench", "stream", arguments.directory, "--model", arguments.model]
-    if arguments.layers:
-        words += ["--layers", str(arguments.layers)]
-    if arguments.budget:
-        words += ["--budget", *(one if isinstance(one, str) else size_name(one) for one in arguments.budget)]
-    words += ["--memory", arguments.memory]
-    if arguments.device != "cpu":
-        words += ["--device", arguments.device]
-    for name in ("batch_size", "prompt_len", "gen_len", "repeat"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    return shlex.join(words)
