@@ -5,7 +5,7 @@ One harness for all commands, and for the programs in benchmarks/:
 - `rows`: rows, samples, and the rounds in which rows take turns
 - `places`: DIR and the files of results: early checks, scratch directories, room on the disk
 - `report`: facts on the machine, tables, notes, the head of the JSON
-- `fio`, `io.gdsio`: the yardsticks; `sandbox`: a process without io_uring
+- `fio`: the yardstick; `sandbox`: a process without io_uring
 - `save_rows`, `load_rows`, `states`: the savers, loaders and states; cold and warm files
 - `worker`: a process for rows whose memory is measured (`cli.child_process` starts all processes)
 

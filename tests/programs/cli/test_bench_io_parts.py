@@ -1,4 +1,4 @@
-"""What `bench io` is put together from: blocks, what fio and gdsio are asked for and say, table, JSON and picture."""
+"""What `bench io` is put together from: blocks, what fio is asked for and says, table, JSON and picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 import fastpersist as fp
 from fastpersist.cli.bench.fio import FioJob, run_fio
-from fastpersist.cli.bench.io.gdsio import gdsio_command, gdsio_sample, why_no_gdsio
 from fastpersist.cli.bench.io.plot import curves, draw
 from fastpersist.cli.bench.io.points import (
     IoSample,
@@ -174,40 +173,6 @@ def test_fio_with_many_jobs_on_many_files_moves_all(tmp_path: Path, direction: s
     assert sorted(os.listdir(tmp_path)) == ["x:y.0", "x:y.1"]
     sizes = {os.path.getsize(path) for path in paths}
     assert sizes == {3 * 85 * 4096 if direction == "write" else MIB}
-
-
-# --- gdsio ---
-
-
-def test_gdsio_is_asked_for_the_same_and_understood() -> None:
-    setup = Setup(10 * MIB, random=True, device="cuda")
-    command = gdsio_command("gdsio", Point("write", "uring", 4 * MIB, 8), setup, "/x")
-    options = dict(zip(command[1::2], command[2::2], strict=True))
-    expected = {"-f": "/x", "-d": "0", "-w": "8", "-s": str(8 * MIB), "-i": str(4 * MIB), "-x": "0", "-I": "3"}
-    assert options == expected
-
-    line = (
-        "IoType: RANDWRITE XferType: GPUD Threads: 8 DataSetSize: 8192/8192(KiB) IOSize: 4096(KiB) "
-        "Throughput: 3.9 GiB/sec, Avg_Latency: 1986.1 usecs ops: 2 total_time 0.002 secs"
-    )
-    sample = gdsio_sample(line, Point("write", "uring", 4 * MIB, 8))
-    assert sample == IoSample(0.002, 8 * MIB, "GPUD", io_count=2)
-    with pytest.raises(fp.UnsupportedError, match="something unknown"):
-        gdsio_sample("GPUDirect is not here", READ)
-
-
-@pytest.mark.parametrize(
-    ("setup", "reason"),
-    [
-        (Setup(MIB), "host memory"),
-        (Setup(MIB, device="cuda", process_count=2), "one file only"),
-        (Setup(MIB, device="cuda"), "not installed"),
-    ],
-)
-def test_gdsio_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch, setup: Setup, reason: str) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("fastpersist.cli.bench.io.gdsio._USUAL_PLACE", "/nonexistent/gdsio")
-    assert reason in why_no_gdsio(setup)
 
 
 # --- table, JSON, picture ---

@@ -15,7 +15,6 @@ import torch
 
 from fastpersist import locked_tensor, require_engine
 from fastpersist.cli.argument_types import size, size_name
-from fastpersist.cli.bench.io.gdsio import why_no_gdsio
 from fastpersist.cli.bench.io.plot import draw, require_matplotlib
 from fastpersist.cli.bench.io.points import (
     Direction,
@@ -271,10 +270,6 @@ def _notes(
         notes.append("after each run of TensorFile, outside its time, the file was compared with the memory")
     if not arguments.no_fio:
         notes += _fio_notes(arguments, setup, engines)
-    if why_not := why_no_gdsio(setup):
-        notes.append(f"gdsio is left out: {why_not}")
-    else:
-        notes.append("gdsio: -x 0, a thread for each request in flight; a sync is added to what it writes")
     return notes
 
 

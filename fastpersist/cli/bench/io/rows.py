@@ -1,4 +1,4 @@
-"""The rows of `bench io`: TensorFile at each point, and fio (gdsio for GPU memory) at the same one.
+"""The rows of `bench io`: TensorFile at each point, and fio at the same one.
 
 The rows of one direction take turns (`bench.rows.measure`). All reads use the same files, written before and dropped
 from the page cache before each run; each write makes fresh files, unless it is in place.
@@ -17,7 +17,6 @@ import torch
 from fastpersist import TensorFile
 from fastpersist.cli.argument_types import size_name
 from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
-from fastpersist.cli.bench.io.gdsio import run_gdsio, why_no_gdsio
 from fastpersist.cli.bench.io.points import (
     Point,
     Setup,
@@ -49,7 +48,7 @@ class PlannedRow:
     """A row of the table.
 
     Attributes:
-        who: "TensorFile", "fio" or "gdsio".
+        who: "TensorFile" or "fio".
         point: What it does.
         row: How to run it.
         ceiling: Name of the row that it is compared with; empty if there is none.
@@ -123,7 +122,7 @@ def resolve_engines(directory: str, asked: Sequence[str]) -> tuple[list[str], li
 
 
 def plan_rows(points: Sequence[Point], setup: Setup, processes: IoProcesses, *, with_fio: bool) -> list[PlannedRow]:
-    """Return the rows of some points, each with its yardsticks beside it.
+    """Return the rows of some points, each with its yardstick beside it.
 
     Args:
         points: With engines that can be used.
@@ -135,8 +134,6 @@ def plan_rows(points: Sequence[Point], setup: Setup, processes: IoProcesses, *, 
     for point in dict.fromkeys(points):
         fio = _fio_row(point, setup) if with_fio else None
         rows = [PlannedRow(_TENSOR_FILE, point, _own_row(point, processes), fio.name if fio else "")]
-        if not why_no_gdsio(setup):
-            rows.append(PlannedRow("gdsio", point, _gdsio_row(point, setup), fio.name if fio else ""))
         if fio is not None:
             rows.append(PlannedRow("fio", point, fio, fio.name))
         planned += [one for one in rows if one.row.name not in {other.row.name for other in planned}]
@@ -149,10 +146,6 @@ def _name(who: str, point: Point) -> str:
 
 def _own_row(point: Point, processes: IoProcesses) -> Row:
     return Row(_name(_TENSOR_FILE, point), "fastpersist", lambda path: processes.run(point, path))
-
-
-def _gdsio_row(point: Point, setup: Setup) -> Row:
-    return Row(_name("gdsio", point), "peer", lambda path: run_gdsio(point, setup, path))
 
 
 def _fio_row(point: Point, setup: Setup) -> Row:
