@@ -22,13 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import graphs
 import numpy as np
 import torch
 
 import fastpersist as fp
 from fastpersist.cli.bench.places import check_places, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import facts_text, machine_facts, report_head, table
-from fastpersist.cli.bench.row_store import graphs
 from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
 from fastpersist.cli.terminal import run_command
 from fastpersist.errors import CorruptionError

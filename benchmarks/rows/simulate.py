@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 
+import graphs
 import torch
-
-from fastpersist.cli.bench.row_store import graphs
 
 POLICIES = (
     "lru",

@@ -2,5 +2,4 @@
 
 - `command`: the options, the table, the JSON
 - `ways`: what gathers rows: fio, fp.RowStore, mapped files, a pool of threads, a tensor in memory
-- `graphs`: the graph and the batches of row ids of `benchmarks/rows` and the example
 """

@@ -1,6 +1,6 @@
 """What batches ask for: a graph with hubs, made offline, and traces of row ids from it and from known distributions.
 
-Everything follows from sizes and a seed, so that two machines measure the same work. A trace is a list of batches,
+Everything follows from sizes and seeds, so that two machines measure the same work. A trace is a list of batches,
 each with unique ids, int32.
 """
 
@@ -92,14 +92,13 @@ def graph_trace(
     batch_count: int,
     seed_count: int = 1024,
     fan_outs: tuple[int, ...] = (10, 10, 5),
-    seed: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Yield the nodes of each batch of a training by neighbour sampling; no node with edges is a seed twice.
 
     Raises:
         ValueError: Fewer nodes have edges than seeds are needed.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     candidates = (indptr[1:] > indptr[:-1]).nonzero().squeeze(1)
     if candidates.numel() < batch_count * seed_count:
         raise ValueError(f"{batch_count} batches of {seed_count} seeds, but {candidates.numel()} nodes have edges")
@@ -108,23 +107,21 @@ def graph_trace(
         yield sample_neighbors(indptr, indices, seeds, fan_outs, generator).node.to(torch.int32)
 
 
-def zipf_trace(
-    row_count: int, exponent: float, batch_count: int, draw_count: int, seed: int = 0
-) -> Iterator[torch.Tensor]:
+def zipf_trace(row_count: int, exponent: float, batch_count: int, draw_count: int) -> Iterator[torch.Tensor]:
     """Yield the unique ids of `draw_count` draws a batch: the k-th most popular row has weight k**-exponent."""
-    return drifting_trace(row_count, exponent, batch_count, draw_count, moved_share=0, seed=seed)
+    return drifting_trace(row_count, exponent, batch_count, draw_count, moved_share=0)
 
 
-def uniform_trace(row_count: int, batch_count: int, draw_count: int, seed: int = 0) -> Iterator[torch.Tensor]:
+def uniform_trace(row_count: int, batch_count: int, draw_count: int) -> Iterator[torch.Tensor]:
     """Yield the unique ids of `draw_count` draws a batch, all rows alike."""
-    return drifting_trace(row_count, 0.0, batch_count, draw_count, moved_share=0, seed=seed)
+    return drifting_trace(row_count, 0.0, batch_count, draw_count, moved_share=0)
 
 
 def drifting_trace(
-    row_count: int, exponent: float, batch_count: int, draw_count: int, moved_share: float, seed: int = 0
+    row_count: int, exponent: float, batch_count: int, draw_count: int, moved_share: float
 ) -> Iterator[torch.Tensor]:
     """Yield as `zipf_trace` does, but after each batch a share of the rows, drawn at random, swap their popularity."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     id_of_rank = torch.randperm(row_count, generator=generator).to(torch.int32)
     share_up_to = torch.arange(1, row_count + 1, dtype=torch.float64).pow_(-exponent).cumsum_(0)
     for _ in range(batch_count):

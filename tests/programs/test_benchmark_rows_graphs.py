@@ -1,20 +1,16 @@
-"""The graph is what R-MAT says, in valid compressed rows; traces are unique ids that follow from a seed."""
+"""benchmarks/rows/graphs.py: the graph is what R-MAT says, in valid compressed rows; traces are unique ids."""
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
 
-from fastpersist.cli.bench.row_store.graphs import (
-    drifting_trace,
-    graph_trace,
-    make_graph,
-    open_graph,
-    uniform_trace,
-    zipf_trace,
-)
+GRAPHS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "rows" / "graphs.py"))
+drifting_trace, graph_trace, uniform_trace = (GRAPHS[f"{name}_trace"] for name in ("drifting", "graph", "uniform"))
+zipf_trace, make_graph, open_graph = (GRAPHS[name] for name in ("zipf_trace", "make_graph", "open_graph"))
 
 SCALE = 11
 EDGES_PER_NODE = 15
@@ -46,9 +42,7 @@ def test_graph_has_hubs_at_permuted_ids() -> None:
 
 
 def test_edges_fall_into_the_quadrants_as_often_as_they_should() -> None:
-    from fastpersist.cli.bench.row_store import graphs
-
-    source, target = graphs._draw_edges(1, 100_000, torch.Generator().manual_seed(0))
+    source, target = GRAPHS["_draw_edges"](1, 100_000, torch.Generator().manual_seed(0))
     shares = torch.bincount(source * 2 + target) / 100_000
     assert torch.allclose(shares, torch.tensor([0.57, 0.19, 0.19, 0.05]), atol=0.01)
 
@@ -69,7 +63,7 @@ def test_graph_is_made_once_and_then_opened(tmp_path: Path) -> None:
     assert not torch.equal(open_graph(tmp_path, 6, 4, seed=1)[0], made[0])
 
 
-def test_graph_trace_has_each_seed_once_and_follows_from_its_seed() -> None:
+def test_graph_trace_has_each_seed_once_and_is_always_the_same() -> None:
     graph = make_graph(SCALE, EDGES_PER_NODE)
     batches = list(graph_trace(*graph, batch_count=8, seed_count=16, fan_outs=(3, 2)))
     seeds = torch.cat([batch[:16] for batch in batches])
