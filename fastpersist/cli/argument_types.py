@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections.abc import Callable
 
 from fastpersist.arguments import byte_count
 from fastpersist.errors import ConfigError
 
-__all__ = ["size", "size_name"]
+__all__ = ["positive", "positive_number", "size", "size_name", "whole_number"]
 
 _UNITS = {"GiB": 1 << 30, "GB": 10**9, "MiB": 1 << 20, "MB": 10**6, "KiB": 1 << 10, "kB": 10**3}
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return the type of whole numbers in a range, both ends included."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number{_hint(text)}") from None
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be at least {least}{'' if most is None else f', at most {most}'}")
+        return value
+
+    return read
+
+
+positive = whole_number(1)
+
+
+def positive_number(text: str) -> float:
+    """Read a finite number above 0.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def size(text: str) -> int:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.cli.argument_types import positive
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 from fastpersist.errors import ConfigError, UnsupportedError
 
@@ -48,13 +49,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("directory", metavar="DIR", help="directory of the model")
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to go on with")
     parser.add_argument("--prompt-file", metavar="FILE", help="one prompt a line, all of them as one batch")
-    parser.add_argument("--prompt-len", type=_positive, metavar="N", help="random prompts of so many tokens")
-    parser.add_argument("--batch-size", type=_positive, metavar="N", help="number of random prompts (default: 1)")
+    parser.add_argument("--prompt-len", type=positive, metavar="N", help="random prompts of so many tokens")
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="number of random prompts (default: 1)")
     parser.add_argument(
-        "--gen-len", type=_positive, default=32, metavar="N", help="tokens to generate at most (default: 32)"
+        "--gen-len", type=positive, default=32, metavar="N", help="tokens to generate at most (default: 32)"
     )
     parser.add_argument(
-        "--loops", type=_positive, default=1, metavar="N", help="generate so often; the last one counts (default: 1)"
+        "--loops", type=positive, default=1, metavar="N", help="generate so often; the last one counts (default: 1)"
     )
     parser.add_argument(
         "--budget", default="auto", metavar="SIZE", help="memory for weights, such as 4GiB (default: auto)"
@@ -64,13 +65,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastpersist.cli.argument_types import whole_number
 from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, print_table, printable, shape_text, size_text
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--limit", type=_count, metavar="N", help="list only the first N tensors, or the newest N steps"
+        "--limit", type=whole_number(0), metavar="N", help="list only the first N tensors, or the newest N steps"
     )
     parser.set_defaults(run=run)
 
@@ -305,9 +306,3 @@ def _value_text(value: float | int | str) -> str:
 
 def _crc_text(crc32: int | None) -> str:
     return "" if crc32 is None else f"{crc32:08x}"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"it is a whole number, not {text!r}")
-    return int(text)

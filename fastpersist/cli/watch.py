@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from fastpersist.cli.argument_types import positive_number
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 from fastpersist.events.event import ENDS, Event
 from fastpersist.events.log import LogFollower
@@ -94,19 +94,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--once", action="store_true", help="print one reading, and end")
     parser.add_argument("--json", action="store_true", help="print JSON, one object per reading")
     parser.add_argument(
-        "--every", type=_seconds, default=1.0, metavar="S", help="seconds between readings (default: 1)"
+        "--every", type=positive_number, default=1.0, metavar="S", help="seconds between readings (default: 1)"
     )
     parser.set_defaults(run=run)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:

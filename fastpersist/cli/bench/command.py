@@ -16,12 +16,13 @@ import os
 from collections.abc import Callable
 
 import fastpersist
+from fastpersist.cli.argument_types import positive
 from fastpersist.cli.bench.fio import fio_read_row, fio_write_row, has_huge_pages
 from fastpersist.cli.bench.io import command as bench_io
 from fastpersist.cli.bench.io.rows import resolve_engines
 from fastpersist.cli.bench.load_rows import PageCache, memcpy_rows, own_load_rows, peer_load_rows
 from fastpersist.cli.bench.overlap import command as bench_overlap
-from fastpersist.cli.bench.places import check_places, empty, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.places import check_places, empty, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.ranks import command as bench_ranks
 from fastpersist.cli.bench.report import StateResult, command_line_text, machine_facts, report_json, report_text
 from fastpersist.cli.bench.row_store import command as bench_rows

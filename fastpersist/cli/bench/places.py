@@ -1,38 +1,36 @@
-"""DIR and FILE of all bench commands: early checks, scratch directories that leave nothing behind, room on the disk."""
+"""DIR and FILE of the commands that measure: early checks, scratch directories, room on the disk, removed files."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import json
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastpersist.cli.bench.save_rows import sync_path
-from fastpersist.cli.terminal import stopped_by_signals
+from fastpersist.cli.terminal import size_text, stopped_by_signals
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, NoSpaceError
 
-__all__ = ["check_device", "check_places", "empty", "positive", "require_space", "scratch_directory", "write_json"]
+__all__ = [
+    "check_device",
+    "check_places",
+    "empty",
+    "remove_files",
+    "require_space",
+    "scratch_directory",
+    "write_json",
+]
 
 _MIB = 1 << 20
-
-
-def positive(text: str) -> int:
-    """Read a whole number of at least 1, for argparse."""
-    try:
-        value = int(text)
-    except ValueError:  # perhaps DIR: an option that takes several numbers would take it, too
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number (DIR goes before options)") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def check_places(directory: str, files: Iterable[str | None]) -> None:
@@ -71,17 +69,36 @@ def check_device(name: str) -> None:
 
 
 @contextlib.contextmanager
-def scratch_directory(directory: str) -> Iterator[str]:
+def scratch_directory(directory: str, command: str = "bench") -> Iterator[str]:
     """Make a scratch directory in DIR. The end of the block, SIGTERM and SIGHUP remove it; only a SIGKILL leaves it.
+
+    Args:
+        directory: DIR.
+        command: Is named by the directory's name.
 
     Raises:
         StorageError: DIR takes no directory.
     """
     with stopped_by_signals():
         with storage_errors("creating a directory in", directory):
-            made = tempfile.TemporaryDirectory(prefix=".fastpersist-bench-", dir=directory)
-        with made as scratch:
-            yield scratch
+            made = tempfile.TemporaryDirectory(prefix=f".fastpersist-{command}-", dir=directory)
+        try:
+            yield made.name
+        finally:
+            with _without_ctrl_c():
+                made.cleanup()
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Ignore Ctrl-C: a second one would end the removal of files. Only the main thread can."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
@@ -100,10 +117,18 @@ def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
     if free_bytes < needed_bytes:
         raise NoSpaceError(
             errno.ENOSPC,
-            f"{directory} has {free_bytes / 1e9:.1f} GB free, and this needs {needed_bytes / 1e9:.1f} GB: choose "
-            f"another directory, or a smaller {smaller}",
+            f"{directory} has {size_text(free_bytes)} free, and this needs {size_text(needed_bytes)}: choose another "
+            f"directory, or a smaller {smaller}",
             directory,
         )
+
+
+def remove_files(paths: Sequence[str]) -> None:
+    """Remove those files of one directory that exist, and sync the removal, as `empty` does."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    sync_path(os.path.dirname(paths[0]))
 
 
 def empty(directory: str) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from fastpersist.cli.argument_types import whole_number
 from fastpersist.cli.demo.live import showing
 from fastpersist.cli.demo.run import Run, TrainerFailedError, run_trainer
 from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, HelpFormatter, examples_text, printable, size_text
@@ -52,18 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--steps",
-        type=_step_count,
+        type=whole_number(_STEP_COUNT_MIN),
         metavar="N",
         help=f"train for N steps, at least {_STEP_COUNT_MIN} (default: 64; quick: 24)",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model and a small table, in seconds")
     parser.set_defaults(run=run)
-
-
-def _step_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < _STEP_COUNT_MIN:
-        raise argparse.ArgumentTypeError(f"it is a whole number from {_STEP_COUNT_MIN} on, not {text!r}")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,23 +8,20 @@ use. It keeps a default where the difference is within the noise.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import errno
 import json
 import math
 import os
 import shutil
-import signal
 import statistics
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastpersist.cli.argument_types import positive, positive_number
+from fastpersist.cli.bench.places import require_space, scratch_directory
 from fastpersist.cli.report.disk_rate import rate_line
-from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text, stopped_by_signals
+from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 from fastpersist.transfer.arena import available_host_bytes
 
 if TYPE_CHECKING:
@@ -86,11 +83,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "directory", metavar="DIR", help="existing directory; the command removes its scratch directory in it"
     )
     parser.add_argument(
-        "--seconds", type=_positive, default=60.0, metavar="S", help="approximate duration (default: 60)"
+        "--seconds", type=positive_number, default=60.0, metavar="S", help="approximate duration (default: 60)"
     )
     parser.add_argument(
         "--size-mb",
-        type=_positive_integer,
+        type=positive,
         metavar="N",
         help="MiB of a file (default: by memory, free space and speed)",
     )
@@ -98,20 +95,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--dry-run", action="store_true", help="measure, and print the file instead of writing it")
     parser.add_argument("--output", metavar="FILE", help="write there, for FASTPERSIST_CONFIG=FILE")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return value
-
-
-def _positive_integer(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     tell = _silent if arguments.json else _tell
     facts = machine_facts(directory)
     tell(f"tuning for {printable(facts['file_system'])} on {printable(facts['device'])}, in {printable(directory)}")
-    with stopped_by_signals(), _scratch(directory) as scratch:
+    with scratch_directory(directory, "tune") as scratch:
         found = _tune(scratch, arguments.seconds, arguments.size_mb, tell)
     text = tuning_text(found.settings, facts, found.findings())
     is_written = not arguments.dry_run
@@ -195,28 +178,6 @@ def _notes(place: str, *, is_automatic: bool) -> list[str]:
     if names:
         notes.append(f"note: {', '.join(names)} set in the environment: what it says goes before the file")
     return notes
-
-
-# ------------------------------------------------------------------------------------------------- cleaning up
-
-
-@contextlib.contextmanager
-def _scratch(directory: str) -> Iterator[str]:
-    """Make a directory that is always removed, even at a second Ctrl-C."""
-    from fastpersist.commit.filesystem import storage_errors
-
-    with storage_errors("creating a directory in", directory):
-        scratch = tempfile.mkdtemp(prefix=".fastpersist-tune-", dir=directory)
-    try:
-        yield scratch
-    finally:
-        is_main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
-        try:
-            shutil.rmtree(scratch, ignore_errors=True)
-        finally:
-            if is_main:
-                signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------- measuring
@@ -383,7 +344,7 @@ def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[st
         tell(f"the defaults take {engine}: {size_text(size_bytes)} in {run_s[0]:.2f} s, {size_text(int(rate))}/s")
 
         def save(choice: Choice) -> float:
-            _require_room(scratch, size_bytes)
+            require_space(scratch, 2 * size_bytes, smaller="--size-mb")
             return foreman.save(choice.environment(), (choice.ring_bytes, choice.chunk_bytes))[0]
 
         race = Race(save, time.monotonic)
@@ -444,7 +405,7 @@ def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Fou
     foreman.keep(set())
 
     def share(count: int) -> float:
-        _require_room(scratch, found.size_bytes)
+        require_space(scratch, 2 * found.size_bytes, smaller="--size-mb")
         return foreman.share(choice.environment(), (choice.ring_bytes, choice.chunk_bytes), count)
 
     race = Race(share, time.monotonic)
@@ -468,7 +429,7 @@ def _sized(
 
     most = min(shutil.disk_usage(scratch).free, available_host_bytes()) // _DISK_SHARE
     size_bytes = max(_MIB, min(_SIZE_MIN_BYTES, most // _MIB * _MIB)) if size_mib is None else size_mib * _MIB
-    _require_room(scratch, size_bytes)
+    require_space(scratch, 2 * size_bytes, smaller="--size-mb")
     while True:
         foreman.fill(size_bytes)
         inside, around = [], []
@@ -484,22 +445,3 @@ def _sized(
         if wanted < 2 * size_bytes:
             return size_bytes, (statistics.median(inside), statistics.median(around)), engine
         size_bytes = 1 << int(math.log2(wanted))
-
-
-def _require_room(directory: str, size_bytes: int) -> None:
-    """Raise if the disk has too little room.
-
-    Raises:
-        NoSpaceError: There is not room for a file twice the size.
-    """
-    from fastpersist.errors import NoSpaceError
-
-    needed_bytes = 2 * size_bytes + 64 * _MIB
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < needed_bytes:
-        raise NoSpaceError(
-            errno.ENOSPC,
-            f"{directory} has {size_text(free_bytes)} free, and this needs {size_text(needed_bytes)}: choose another "
-            "directory, or a smaller --size-mb",
-            directory,
-        )

@@ -40,6 +40,7 @@ import torch
 
 import fastpersist
 from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.places import remove_files
 from fastpersist.cli.child_process import Answers, ChildProcess
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.config import BLOCK_BYTES
@@ -186,7 +187,7 @@ class _Crew:
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run a request."""
         if request["do"] != "load" and self._loaded:
-            _remove(self._loaded)
+            remove_files([self._loaded])
             self._loaded = ""
         if request["do"] == "fill":
             self.end()
@@ -231,7 +232,7 @@ class _Crew:
             seconds = time.perf_counter() - started_s
         finally:
             os.close(fd)
-            _remove(path)
+            remove_files([path])
         for answer in answers:
             _checked(answer)
         return seconds
@@ -272,13 +273,6 @@ def _random_bytes(size_bytes: int) -> torch.Tensor:
     return data
 
 
-def _remove(path: str) -> None:
-    """Remove a file and wait until its blocks are free, which would else happen in the next one's time."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    filesystem().sync_directory(os.path.dirname(path))
-
-
 # ------------------------------------------------------------------------------------------------- a saver
 
 
@@ -314,7 +308,7 @@ def _save(data: torch.Tensor, path: str) -> dict[str, Any]:
         report = fastpersist.save({"data": data}, path)
         seconds = time.perf_counter() - started_s
     finally:
-        _remove(path)
+        remove_files([path])
     return {"seconds": seconds, "engine": report.engine}
 
 

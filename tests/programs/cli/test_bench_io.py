@@ -197,7 +197,7 @@ def test_missing_directory_and_full_disk_are_usage_errors(
     full = types.SimpleNamespace(total=10**12, used=10**12, free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert main(["bench", "io", str(tmp_path), "--size-mb", "1"]) == 2
-    assert "0.0 GB free" in capsys.readouterr().err
+    assert "0 bytes free" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -188,7 +188,7 @@ def test_one_rank_is_no_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         main(["bench", "ranks", str(tmp_path), "--ranks", "1"])
     assert ended.value.code == 2
-    assert "2 …" in capsys.readouterr().err
+    assert "must be at least 2, at most 64" in capsys.readouterr().err
 
 
 def test_directory_behind_the_numbers_is_an_answer_that_helps(
@@ -197,7 +197,7 @@ def test_directory_behind_the_numbers_is_an_answer_that_helps(
     with pytest.raises(SystemExit) as ended:
         main(["bench", "ranks", "--ranks", "2", str(tmp_path)])
     assert ended.value.code == 2
-    assert f"'{tmp_path}' is no whole number (DIR goes before options)" in capsys.readouterr().err
+    assert f"'{tmp_path}' is no whole number (DIR goes before the options)" in capsys.readouterr().err
 
 
 def test_ranks_may_be_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -395,12 +395,12 @@ def test_disk_that_fills_up_meanwhile_ends_it(
 ) -> None:
     calls = []
 
-    def require_room(directory: str, size_bytes: int) -> None:
+    def require_space(directory: str, size_bytes: int, *, smaller: str) -> None:
         calls.append(size_bytes)
         if len(calls) == 6:
             raise NoSpaceError(28, "full")
 
-    monkeypatch.setattr(tune, "_require_room", require_room)
+    monkeypatch.setattr(tune, "require_space", require_space)
     assert run_tune(disk) == 2
     assert "full" in capsys.readouterr().err
     assert list(disk.iterdir()) == []

@@ -99,7 +99,7 @@ def test_shards_are_cut_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gen-len", "1"], "the first token is no token pass"),
+        (["--gen-len", "1"], "must be at least 2"),
         (["--budget", "much"], "such as"),
         (["--repeat", "0"], "must be at least 1"),
     ],

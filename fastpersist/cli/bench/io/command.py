@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from fastpersist import locked_tensor, require_engine
-from fastpersist.cli.argument_types import size, size_name
+from fastpersist.cli.argument_types import positive, size, size_name
 from fastpersist.cli.bench.io.plot import draw, require_matplotlib
 from fastpersist.cli.bench.io.points import (
     Direction,
@@ -28,7 +28,7 @@ from fastpersist.cli.bench.io.report import io_report_json, io_report_text
 from fastpersist.cli.bench.io.rows import IoResult, measure_direction, plan_rows, resolve_engines
 from fastpersist.cli.bench.io.worker import IoProcesses
 from fastpersist.cli.bench.load_rows import PageCache
-from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.places import check_places, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import command_line_text, machine_facts
 from fastpersist.cli.bench.rows import exit_code
 from fastpersist.cli.terminal import HelpFormatter, examples_text

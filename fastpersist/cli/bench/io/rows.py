@@ -26,8 +26,8 @@ from fastpersist.cli.bench.io.points import (
 )
 from fastpersist.cli.bench.io.worker import IoProcesses
 from fastpersist.cli.bench.load_rows import PageCache
+from fastpersist.cli.bench.places import remove_files
 from fastpersist.cli.bench.rows import Kind, Measured, Row, Sample, measure
-from fastpersist.cli.bench.save_rows import sync_path
 from fastpersist.errors import StorageError, UnsupportedError
 
 __all__ = [
@@ -218,26 +218,18 @@ def measure_direction(
 
     def after() -> None:
         if not keeps_files:
-            _remove_files(path, setup)
+            remove_files(file_paths(path, setup.process_count))
 
     if keeps_files:
         processes.lay_out(path)
     try:
         measured = measure([one.row for one in planned], round_count, before=before, after=after)
     finally:
-        _remove_files(path, setup)
+        remove_files(file_paths(path, setup.process_count))
     by_name = {one.row.name: one for one in measured}
     return [
         IoResult(one, mine, _ratio(mine, by_name.get(one.ceiling))) for one, mine in zip(planned, measured, strict=True)
     ]
-
-
-def _remove_files(path: str, setup: Setup) -> None:
-    """Remove the files, and wait until that is on disk; else the blocks would be freed in the next row's time."""
-    for one in file_paths(path, setup.process_count):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(one)
-    sync_path(os.path.dirname(path))
 
 
 def _ratio(measured: Measured, ceiling: Measured | None) -> float | None:

@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastpersist import require_engine
+from fastpersist.cli.argument_types import positive
 from fastpersist.cli.bench.overlap.report import NONE, condense, overlap_remarks, overlap_text, report_soak
 from fastpersist.cli.bench.overlap.training import GPT2, GPT2_STATE_BYTES, LAYERS, MODELS, VECTORS
 from fastpersist.cli.bench.overlap.worker import ALL_WAYS, WAYS, Job
 from fastpersist.cli.bench.places import (
     check_device,
     check_places,
-    positive,
     require_space,
     scratch_directory,
     write_json,

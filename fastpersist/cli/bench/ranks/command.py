@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from fastpersist.cli.argument_types import positive, whole_number
 from fastpersist.cli.bench.fio import fio_write_bytes
 from fastpersist.cli.bench.load_rows import PageCache
-from fastpersist.cli.bench.places import check_places, positive, require_space, scratch_directory, write_json
+from fastpersist.cli.bench.places import check_places, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.ranks.one_file import OneFile
 from fastpersist.cli.bench.ranks.processes import Failed, RankProcesses
 from fastpersist.cli.bench.ranks.tables import Table, ranks_text, row_json
@@ -56,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("directory", metavar="DIR", help="existing directory; a scratch directory in it is removed")
     parser.add_argument(
         "--ranks",
-        type=_several,
+        type=whole_number(2, _RANK_COUNT_MAX),
         nargs="+",
         action="extend",
         metavar="N",
@@ -103,13 +104,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.set_defaults(run=run, parser=parser)
-
-
-def _several(text: str) -> int:
-    value = positive(text)
-    if not 2 <= value <= _RANK_COUNT_MAX:
-        raise argparse.ArgumentTypeError(f"must be 2 … {_RANK_COUNT_MAX}")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from fastpersist.cli.argument_types import size
+from fastpersist.cli.argument_types import positive, size
 from fastpersist.cli.bench.io.points import IoSample
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
     check_device,
     check_places,
-    positive,
     require_space,
     scratch_directory,
     write_json,

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from fastpersist.cli.argument_types import size, size_name
+from fastpersist.cli.argument_types import positive, size, size_name, whole_number
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
     check_device,
     check_places,
-    positive,
     require_space,
     scratch_directory,
     write_json,
@@ -84,7 +83,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts at once (default: 1)")
     parser.add_argument("--prompt-len", type=positive, default=8, metavar="N", help="tokens of each (default: 8)")
-    parser.add_argument("--gen-len", type=_several, default=5, metavar="N", help="tokens to generate (default: 5)")
+    parser.add_argument(
+        "--gen-len",
+        type=whole_number(2),
+        default=5,
+        metavar="N",
+        help="tokens to generate, at least 2: the first is no token pass (default: 5)",
+    )
     parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="rounds (default: 5)")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
     parser.set_defaults(run=run, parser=parser)
@@ -92,13 +97,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _budget(text: str) -> int | str:
     return text if text in ("ring", "half") else size(text)
-
-
-def _several(text: str) -> int:
-    value = positive(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError("must be at least 2: the first token is no token pass")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
