@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, TextIO
 
 from fastpersist.errors import UnsupportedError
@@ -37,7 +36,7 @@ def python_command(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}", *arguments]
 
 
-class ChildProcess:
+class ChildProcess(contextlib.AbstractContextManager["ChildProcess"]):
     """The parent's end: a context manager around the process, which ends with it. One owner thread.
 
     Args:
@@ -89,18 +88,24 @@ class ChildProcess:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
+    def result(self) -> dict[str, Any]:
+        """Wait for the next answer, and raise the failure that it may be.
+
+        Raises:
+            UnsupportedError: The answer is {"failed": why}, or the process has ended.
+        """
+        answer = self.receive()
+        if "failed" in answer:
+            raise UnsupportedError(answer["failed"])
+        return answer
+
     def end(self) -> None:
         """End the process and its children, and wait for them."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()  # until the last one that could answer is gone
 
-    def __enter__(self) -> ChildProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -9,6 +9,7 @@ machine is no failure: the exit code is 0 unless a row of fastpersist fails.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -253,7 +254,7 @@ def _write_files(recipe: StateRecipe, scratch: str) -> int:
     return state.tensor_count
 
 
-class _Denied:
+class _Denied(contextlib.AbstractContextManager["_Denied"]):
     """The row that runs without io_uring, in a worker for the whole run. A context manager.
 
     Attributes:
@@ -286,10 +287,7 @@ class _Denied:
 
         return Row(name, "fastpersist", run)
 
-    def __enter__(self) -> _Denied:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._worker is not None:
             self._worker.end()
 

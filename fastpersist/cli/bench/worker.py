@@ -6,10 +6,10 @@ there are, then a sample or an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Job:
     apart: bool = False
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """The parent's end: a context manager around the process. One owner thread.
 
     It prepares (builds its state) at once, while the parent goes on until it asks for `rows`.
@@ -70,7 +70,7 @@ class Worker:
             UnsupportedError: It could not get ready; the message says why.
         """
         if not self._rows:
-            self._rows = self._receive()["rows"]
+            self._rows = self._process.result()["rows"]
         return self._rows
 
     def run(self, row_name: str, path: str) -> tuple[Sample, int | None]:
@@ -81,28 +81,14 @@ class Worker:
         """
         self.rows()
         self._process.send({"row": row_name, "path": path})
-        answer = self._receive()
+        answer = self._process.result()
         return Sample(**answer["sample"]), answer["peak_bytes"]
-
-    def _receive(self) -> dict[str, Any]:
-        answer = self._process.receive()
-        if "failed" in answer:
-            raise UnsupportedError(answer["failed"])
-        return answer
 
     def end(self) -> None:
         """End the process and wait for it; it owns nothing that outlives it, as its files are in our directory."""
         self._process.end()
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -33,7 +33,6 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -56,7 +55,7 @@ _TILE_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Foreman:
+class Foreman(contextlib.AbstractContextManager["Foreman"]):
     """The command's end: a context manager around the process. One owner thread.
 
     Args:
@@ -106,15 +105,7 @@ class Foreman:
         """End all of its processes, and wait for them."""
         self._process.end()
 
-    def __enter__(self) -> Foreman:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -15,7 +15,6 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -197,7 +196,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 # --- the parent's end ---
 
 
-class IoProcesses:
+class IoProcesses(contextlib.AbstractContextManager["IoProcesses"]):
     """The processes: a context manager; they end with it. One owner thread.
 
     Args:
@@ -271,12 +270,7 @@ class IoProcesses:
             end.end()
         self._ends = []
 
-    def __enter__(self) -> IoProcesses:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from types import TracebackType
 
 from fastpersist.errors import UnsupportedError
 
@@ -17,7 +16,7 @@ _LEGACY = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.swappin
 _UNIFIED = ("memory.max", "memory.peak", "memory.swap.max")
 
 
-class MemoryLimit:
+class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """A cgroup for one process: a context manager. The group goes when its process has ended. One owner thread.
 
     Args:
@@ -72,12 +71,7 @@ class MemoryLimit:
                     continue
             return
 
-    def __enter__(self) -> MemoryLimit:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, name: str, text: str) -> None:

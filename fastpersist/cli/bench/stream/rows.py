@@ -23,7 +23,6 @@ from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
 from fastpersist.cli.bench.stream.model import ModelFiles
 from fastpersist.cli.bench.stream.ways import OURS, RESIDENT
 from fastpersist.cli.child_process import ChildProcess
-from fastpersist.errors import UnsupportedError
 
 __all__ = ["BARE_READ", "Case", "PassSample", "WayProcess", "bandwidth_rows", "way_rows"]
 
@@ -123,7 +122,7 @@ class WayProcess:
                 "device": case.device,
             }
         )
-        answer = _received(process)
+        answer = process.result()
         passes_s = sorted(answer["passes_s"])
         return PassSample(
             seconds=passes_s[len(passes_s) // 2],
@@ -144,18 +143,11 @@ class WayProcess:
         self._process = self._closing.enter_context(ChildProcess(self.program, title=f"the process of {self.name}"))
         if self._limit is not None and self._case.memory_bytes is not None:
             self._limit.add(self._process.pid)
-            taken_bytes = _received(self._process)["anonymous_bytes"]
+            taken_bytes = self._process.result()["anonymous_bytes"]
             self._limit.hold_down(taken_bytes + self._case.memory_bytes + self._case.activation_bytes)
         else:
-            _received(self._process)
+            self._process.result()
         return self._process
-
-
-def _received(process: ChildProcess) -> dict[str, Any]:
-    answer = process.receive()
-    if "failed" in answer:
-        raise UnsupportedError(answer["failed"])
-    return answer
 
 
 def way_rows(processes: Iterable[WayProcess]) -> list[Row]:
