@@ -1,6 +1,6 @@
 """`bench io`: it measures what it says beside fio with the same requests, notices wrong bytes, and leaves nothing.
 
-What it is put together from (parameters, fio, table, picture) is tested in test_bench_io_parts.
+What it is put together from (parameters, fio, table) is tested in test_bench_io_parts.
 """
 
 from __future__ import annotations
@@ -230,16 +230,6 @@ def test_engine_that_cannot_be_used_is_left_out_with_the_reason(
     assert "engine uring is left out: the kernel says no" in result["notes"]
     assert main(["bench", "io", str(tmp_path), *options]) == 2
     assert "the kernel says no" in capsys.readouterr().err
-
-
-def test_missing_matplotlib_names_the_extra_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    picture = tmp_path / "x.png"
-    assert main(["bench", "io", str(tmp_path), "--plot", str(picture)]) == 2
-    assert "pip install 'fastpersist[plots]'" in capsys.readouterr().err
-    assert not picture.exists()
 
 
 def test_ctrl_c_removes_every_file_and_ends_every_process(tmp_path: Path) -> None:

@@ -1,13 +1,10 @@
-"""What `bench io` is put together from: blocks, what fio is asked for and says, table, JSON and picture."""
+"""What `bench io` is put together from: blocks, what fio is asked for and says, table and JSON."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import os
 import shutil
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 
 import fastpersist as fp
 from fastpersist.cli.bench.fio import FioJob, run_fio
-from fastpersist.cli.bench.io.plot import curves, draw
 from fastpersist.cli.bench.io.points import (
     IoSample,
     Point,
@@ -175,7 +171,7 @@ def test_fio_with_many_jobs_on_many_files_moves_all(tmp_path: Path, direction: s
     assert sizes == {3 * 85 * 4096 if direction == "write" else MIB}
 
 
-# --- table, JSON, picture ---
+# --- table, JSON ---
 
 
 def a_result(who: str, point: Point, rate: float, *, ratio: float | None = None, note: str = "") -> IoResult:
@@ -218,84 +214,3 @@ def test_table_and_json_say_the_same() -> None:
     assert "seconds" not in values["rows"][2]
     assert not values["rows"][2]["in_place"]
     json.dumps(values)
-
-
-def test_curves_run_along_one_axis_and_pair_with_fio() -> None:
-    points = [Point("read", "uring", block, depth) for block in (4096, 8192) for depth in (8, 2)]
-    results = [a_result(who, point, point.depth / scale) for who, scale in (("TensorFile", 1), ("fio", 2))
-               for point in points]  # fmt: skip
-    results.append(a_result("fio", Point("read", "libaio", 4096, 8), 0))
-
-    by_depth = curves(results, Setup(MIB), "depth")
-    by_block = curves(results, Setup(MIB), "block_bytes")
-
-    assert [curve.label for curve in by_depth] == [
-        "TensorFile TensorFile-engine: read, 4KiB",
-        "TensorFile TensorFile-engine: read, 8KiB",
-        "fio fio-engine: read, 4KiB",
-        "fio fio-engine: read, 8KiB",
-    ]
-    assert [curve.points for curve in by_depth] == [[(2, 2.0), (8, 8.0)]] * 2 + [[(2, 1.0), (8, 4.0)]] * 2
-    assert [curve.color for curve in by_depth] == [0, 1, 0, 1]
-    assert [curve.is_own for curve in by_depth] == [True, True, False, False]
-    assert by_block[0].label.endswith("read, depth 8")
-    assert by_block[0].points == [(4096, 8.0), (8192, 8.0)]
-
-
-class FakeAxes:
-    """Notes the lines; takes everything else."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[list[int], list[float], dict[str, Any]]] = []
-
-    def plot(self, xs: list[int], ys: list[float], **options: Any) -> None:
-        self.lines.append((xs, ys, options))
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **options: None
-
-
-class FakeFigure:
-    """Stands for matplotlib.figure.Figure."""
-
-    made: list[FakeFigure] = []  # noqa: RUF012
-
-    def __init__(self, **options: Any) -> None:
-        self.axes = [FakeAxes(), FakeAxes()]
-        FakeFigure.made.append(self)
-
-    def subplots(self, rows: int, columns: int, **options: Any) -> list[FakeAxes]:
-        return self.axes
-
-    def suptitle(self, title: str, **options: Any) -> None:
-        self.title = title
-
-    def savefig(self, file: Any, *, format: str, dpi: int) -> None:
-        file.write(b"picture in " + format.encode())
-
-
-def test_both_panels_are_drawn_with_fio_in_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = types.ModuleType("matplotlib")
-    package.__spec__ = importlib.machinery.ModuleSpec("matplotlib", None)
-    figure = types.ModuleType("matplotlib.figure")
-    figure.Figure = FakeFigure  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "matplotlib", package)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
-    results = [a_result("TensorFile", READ, 2.0), a_result("fio", READ, 3.0)]
-
-    draw(str(tmp_path / "x.png"), results, Setup(MIB), "the command")
-
-    assert (tmp_path / "x.png").read_bytes() == b"picture in png"
-    drawn = FakeFigure.made.pop()
-    assert drawn.title == "the command"
-    for axes, x in zip(drawn.axes, (READ.depth, READ.block_bytes), strict=True):
-        assert [(xs, ys) for xs, ys, _ in axes.lines] == [([x], [2.0]), ([x], [3.0])]
-        assert [options["linestyle"] for _, _, options in axes.lines] == ["-", "--"]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    points = [Point("read", "uring", block, depth) for block in (4096, MIB) for depth in (2, 8)]
-    draw(str(tmp_path / "x.png"), [a_result("TensorFile", point, 2.0) for point in points], Setup(MIB), "title")
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

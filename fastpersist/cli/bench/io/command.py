@@ -1,6 +1,6 @@
 """`fastpersist bench io DIR`: how fast TensorFile reads and writes tensors, beside fio with the same requests.
 
-Here the command line becomes points and a setup; rows, report and picture have files of their own. As in the other
+Here the command line becomes points and a setup; rows and report have files of their own. As in the other
 benchmarks, nothing fails because a machine is slow: the exit code is 0 unless a row of TensorFile itself fails, or
 --validate finds other bytes.
 """
@@ -15,7 +15,6 @@ import torch
 
 from fastpersist import locked_tensor, require_engine
 from fastpersist.cli.argument_types import positive, size, size_name
-from fastpersist.cli.bench.io.plot import draw, require_matplotlib
 from fastpersist.cli.bench.io.points import (
     Direction,
     Memory,
@@ -49,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Speed of reading and writing tensors by TensorFile, beside fio with the same requests. Sizes are "
         "4KiB, 8MiB, 1GiB …; options with several values make a row for each combination.",
         epilog=examples_text(
-            "fastpersist bench io /mnt/nvme --block 1MiB 8MiB --depth 1 8 --plot io.png",
+            "fastpersist bench io /mnt/nvme --block 1MiB 8MiB --depth 1 8",
             "fastpersist bench io /mnt/nvme --read --random --depth 64 256",
         ),
         formatter_class=HelpFormatter,
@@ -101,12 +100,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--repeat", type=positive, default=3, metavar="N", help="rounds (default: 3)")
     parser.add_argument("--no-fio", action="store_true", help="TensorFile alone")
     parser.add_argument("--json", metavar="FILE", help="write the results there as well")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth by depth and by block (needs matplotlib)")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write JSON and picture.
+    """Measure, print the table, write the JSON.
 
     Returns:
         0, or 1 if a row of TensorFile failed.
@@ -116,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         StorageError: DIR has no room or takes no files; or a result cannot be written.
     """
     directions = _check(arguments)
-    check_places(arguments.directory, [arguments.json, arguments.plot])
+    check_places(arguments.directory, [arguments.json])
     setup, notes = _setup(arguments)
     facts = machine_facts(arguments.directory)
     results = _measure_all(arguments, setup, directions, notes)
@@ -125,8 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         report = io_report_json(command_line, facts, notes, setup, results)
         write_json(arguments.json, report)
-    if arguments.plot:
-        draw(arguments.plot, results, setup, command_line)
     return exit_code(result.measured for result in results)
 
 
@@ -161,8 +157,6 @@ def _check(arguments: argparse.Namespace) -> list[Direction]:
             raise ConfigError("--memory is about host tensors; leave it out with --device cuda")
         if not torch.cuda.is_available():
             raise ConfigError("--device cuda: torch sees no CUDA device here; leave it out to measure host tensors")
-    if arguments.plot:
-        require_matplotlib()
     return directions
 
 
