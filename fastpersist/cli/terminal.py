@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import signal
@@ -31,6 +32,7 @@ __all__ = [
     "HelpFormatter",
     "bytes_bar",
     "examples_text",
+    "has_rich",
     "print_error",
     "print_table",
     "printable",
@@ -148,6 +150,11 @@ def print_table(headers: Sequence[str], alignments: Sequence[str], rows: Sequenc
     print()
     # No numbers are made of texts: a tensor may be called 1e5.
     print(tabulate(rows, headers=headers, colalign=alignments, disable_numparse=True))
+
+
+def has_rich() -> bool:
+    """Tell whether rich is installed, which draws lines that change in place."""
+    return importlib.util.find_spec("rich") is not None
 
 
 def bytes_bar(what: str, total_bytes: int, *, quiet: bool) -> tqdm[Any]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fastpersist.cli.argument_types import positive_number
-from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.cli.terminal import EXIT_GOOD, has_rich, printable, size_text
 from fastpersist.events.event import ENDS, Event
 from fastpersist.events.log import LogFollower
 
@@ -102,7 +102,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Print readings until the user ends it."""
     readings = _readings(os.path.abspath(arguments.root), max(0.05, arguments.every))
-    if arguments.once or arguments.json or not (sys.stdout.isatty() and _has_rich()):
+    if arguments.once or arguments.json or not (sys.stdout.isatty() and has_rich()):
         for reading in readings:
             print(_as_json(reading) if arguments.json else "\n".join(_lines(reading)), flush=True)
             if arguments.once:
@@ -115,14 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
         for reading in readings:
             live.update(Text("\n".join(_lines(reading))), refresh=True)
     return EXIT_GOOD
-
-
-def _has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 # ------------------------------------------------------------------------------------------------- what is read

@@ -6,6 +6,7 @@ the same content, made from a `Run`.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fastpersist.cli.demo.run import Run
-from fastpersist.cli.terminal import size_text
+from fastpersist.cli.terminal import has_rich, size_text
 
 if TYPE_CHECKING:
     from rich.padding import Padding
@@ -22,8 +23,6 @@ __all__ = ["showing"]
 
 _LINE_COUNT = 6
 _REFRESH_INTERVAL_S = 0.1  # drawing costs time on the cores that the trainer is on
-
-_hint_given = False
 
 
 @contextmanager
@@ -34,23 +33,18 @@ def showing(without: Run | None = None, *, plain: bool = True) -> Iterator[Calla
         without: A run without checkpoints, to compare the time of a step with.
         plain: Whether it is worth plain lines.
     """
-    if sys.stdout.isatty() and _rich_is_there():
+    if sys.stdout.isatty() and has_rich():
         with _live_lines(without) as show:
             yield show
     else:
+        if sys.stdout.isatty():
+            _hint()
         yield lambda run: _print_some_steps(run, without) if plain else None
 
 
-def _rich_is_there() -> bool:
-    global _hint_given
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        if not _hint_given:
-            print("   (for lines that change in place: pip install rich, or fastpersist[demo])")
-            _hint_given = True
-        return False
-    return True
+@functools.cache  # once
+def _hint() -> None:
+    print("   (for lines that change in place: pip install rich, or fastpersist[demo])")
 
 
 @contextmanager
