@@ -23,6 +23,7 @@ import torch
 
 import fastpersist as fp
 from fastpersist.cli.bench.places import scratch_directory
+from fastpersist.cli.bench.worker import forget_peak, resident_bytes
 from fastpersist.contents.comparison import compare
 from fastpersist.contents.conversion import Wish, convert
 from fastpersist.contents.statistics import iter_statistics
@@ -118,16 +119,10 @@ def convert_to(path: str, out: str) -> None:
 
 def peak_bytes(run: Callable[[], None]) -> int:
     """Return by how much memory grew at most."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory_kb("VmRSS")
+    forget_peak()
+    before_bytes = resident_bytes("VmRSS")
     run()
-    return (memory_kb("VmHWM") - before) * 1024
-
-
-def memory_kb(field: str) -> int:
-    """Return a line of the kernel's account of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+    return resident_bytes("VmHWM") - before_bytes
 
 
 def timed(run: Callable[[], None], directory: str) -> float:

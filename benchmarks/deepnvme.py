@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import torch
 
 import fastpersist as fp
 from fastpersist.cli.argument_types import size
-from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
+from fastpersist.cli.bench.fio import FioJob, fio_row, run_fio
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import check_places, empty, require_space, scratch_directory, write_json
 from fastpersist.cli.bench.report import StateResult, machine_facts, report_json, report_text
@@ -126,9 +125,10 @@ def _rows(direction: Any, ways: dict[str, Any], arguments: argparse.Namespace) -
         return Row(name, "peer" if name == "DeepNVMe" else "fastpersist", run)
 
     job = FioJob(direction, size_bytes, block_bytes=arguments.block, depth=arguments.depth)
-    run_it = (lambda path: run_fio(job, [path])) if shutil.which("fio") else None
-    fio = Row(f"fio {direction}", "ceiling", run_it, why_not="" if run_it else FIO_NOT_INSTALLED)
-    return [*(row(name, way) for name, way in ways.items()), fio]
+    return [
+        *(row(name, way) for name, way in ways.items()),
+        fio_row(f"fio {direction}", lambda path: run_fio(job, [path])),
+    ]
 
 
 def _measure(ways: dict[str, Any], arguments: argparse.Namespace, scratch: str, cache: PageCache) -> list[StateResult]:

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
-__all__ = ["duration_text", "html_table", "html_text", "printable", "size_text", "time_text"]
+__all__ = ["duration_text", "html_table", "html_text", "printable", "rate_text", "size_text", "time_text"]
 
 _ROWS_MAX = 30  # what one looks through in a notebook; the object has all of them
 _TEXT_MAX = 400  # a name longer than this would hide the others
@@ -49,6 +49,14 @@ def size_text(size_bytes: int) -> str:
             return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.2f} GB"
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """Format a rate: "2.31 GB/s"; "" for None.
+
+    Thread safety: pure.
+    """
+    return "" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 def duration_text(seconds: float | None) -> str:

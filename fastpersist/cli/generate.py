@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpersist.cli.argument_types import positive
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
+from fastpersist.display import rate_text
 from fastpersist.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ def _report(result: dict[str, Any]) -> str:
         "decode      " + ("–" if decode is None else f"{result['decode_latency_s']:.3f} s, {decode:.2f} tokens/s"),
         f"total       {result['total_latency_s']:.3f} s, {result['total_throughput']:.2f} tokens/s "
         f"({result['batch_size']} × {result['gen_len']} tokens behind {result['prompt_len']})",
-        f"disk        {size_text(result['read_bytes'])} read, {result['read_bytes_per_s'] / 1e9:.2f} GB/s "
+        f"disk        {size_text(result['read_bytes'])} read, {rate_text(result['read_bytes_per_s'])} "
         f"({result['engine']}), waited {result['stall_s']:.3f} s for it",
         f"weights     {size_text(result['weight_bytes'])}, of which {size_text(result['resident_bytes'])} stay in "
         f"memory ({units}); ring {size_text(result['ring_bytes'])}",

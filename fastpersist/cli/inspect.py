@@ -9,12 +9,12 @@ import argparse
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastpersist.cli.argument_types import whole_number
 from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, print_table, printable, shape_text, size_text
+from fastpersist.display import time_text
 
 if TYPE_CHECKING:
     from fastpersist import Manifest, TensorEntry
@@ -195,7 +195,7 @@ def _print_text(manifest: Manifest, shown: Sequence[TensorEntry]) -> None:
     print(f"{'directory' if in_directory else 'file':9}  {printable(manifest.path)}")
     if in_directory:
         print(f"step       {'none' if manifest.step is None else manifest.step}")
-        print(f"time       {_time_text(manifest.time_s)}")
+        print(f"time       {time_text(manifest.time_s)}")
     else:
         print(f"format     {manifest.format}")
     print(f"size       {manifest.size_bytes} bytes ({size_text(manifest.size_bytes)})")
@@ -265,7 +265,7 @@ def _print_root(manifest: Manifest, shown: Sequence[Manifest]) -> None:
         rows.append(
             (
                 printable(name),
-                _time_text(found.time_s),
+                time_text(found.time_s),
                 size_text(found.size_bytes),
                 str(len(found.files)),
                 _metrics_text(found.metrics),
@@ -284,10 +284,6 @@ def _newest(root: Manifest) -> Manifest:
     found = dict(enumerate(root.checkpoints))
     commits = {at: Commit(one.commit_number, one.time_s or 0.0, one.metrics) for at, one in found.items()}
     return found[in_commit_order(commits)[-1]]
-
-
-def _time_text(time_s: float | None) -> str:
-    return "" if time_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
 def _metrics_text(metrics: dict[str, float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastpersist.display import duration_text, html_table, html_text, printable, size_text, time_text
+from fastpersist.display import duration_text, html_table, html_text, printable, rate_text, size_text, time_text
 
 
 def test_printable_escapes_what_would_command_a_terminal() -> None:
@@ -63,3 +63,8 @@ def test_long_table_shows_its_beginning_and_says_how_much_is_left() -> None:
 def test_column_of_empty_cells_is_left_out() -> None:
     made = html_table("t", ("name", "file"), [("a", ""), ("b", "")])
     assert ("name" in made, "file" in made, made.count("<td")) == (True, False, 2)
+
+
+def test_rates_are_in_gb_per_second() -> None:
+    assert rate_text(2_314_000_000.0) == "2.31 GB/s"
+    assert rate_text(None) == ""

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from fastpersist.errors import StorageError, UnsupportedError
 
 __all__ = [
     "CEILING_NAMES",
-    "FIO_NOT_INSTALLED",
     "FioJob",
     "fio_read_row",
+    "fio_row",
     "fio_version",
     "fio_write_bytes",
     "fio_write_row",
@@ -29,9 +30,7 @@ __all__ = [
 ]
 
 CEILING_NAMES = {"save": "fio write", "load": "fio read"}
-FIO_NOT_INSTALLED = (
-    "fio is not installed, so there is no ceiling to compare with: apt install fio (or dnf, or pacman -S)"
-)
+_NOT_INSTALLED = "fio is not installed, so there is no ceiling to compare with: apt install fio (or dnf, or pacman -S)"
 
 _BLOCK_BYTES = 8 << 20
 _DEPTH = 8
@@ -119,6 +118,13 @@ def fio_version() -> str:
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
 
 
+def fio_row(name: str, run: Callable[[str], Sample], *, suffix: str = ".pt") -> Row:
+    """Return a row that runs fio, or says that fio is not installed."""
+    if shutil.which("fio") is None:
+        return Row(name, "ceiling", None, why_not=_NOT_INSTALLED)
+    return Row(name, "ceiling", run, suffix=suffix)
+
+
 def fio_write_bytes(size_bytes: int, job_count: int) -> int:
     """Return the size of the file that fio_write_row's fio writes: whole blocks, as many by each job."""
     step_bytes = job_count * _BLOCK_BYTES
@@ -133,14 +139,12 @@ def fio_write_row(size_bytes: int, *, job_count: int = 1) -> Row:
         job_count: Jobs that write it, each a range of its own.
     """
     name = CEILING_NAMES["save"] if job_count == 1 else f"{CEILING_NAMES['save']}, {job_count} jobs"
-    if shutil.which("fio") is None:
-        return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
     file_bytes = fio_write_bytes(size_bytes, job_count)
 
     def run(path: str) -> Sample:
         return _run_by_best_engine(FioJob("write", file_bytes, sharing_count=job_count), path)
 
-    return Row(name, "ceiling", run, suffix=".fio")
+    return fio_row(name, run, suffix=".fio")
 
 
 def has_huge_pages() -> bool:
@@ -160,16 +164,13 @@ def fio_read_row(suffix: str, *, huge_pages: bool = False) -> Row:
 
     The file's blocks have been written; of blocks that are only allocated a file system reads nothing.
     """
-    name = CEILING_NAMES["load"]
-    if shutil.which("fio") is None:
-        return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
 
     def run(path: str) -> Sample:
         # What is left over is less than a block; the rate is per byte, so nothing is gained by leaving it out.
         size_bytes = os.path.getsize(path) // _BLOCK_BYTES * _BLOCK_BYTES
         return _run_by_best_engine(FioJob("read", size_bytes, huge_pages=huge_pages), path)
 
-    return Row(name, "ceiling", run, suffix=suffix)
+    return fio_row(CEILING_NAMES["load"], run, suffix=suffix)
 
 
 def _run_by_best_engine(job: FioJob, path: str) -> Sample:

@@ -28,7 +28,9 @@ __all__ = [
     "command_line_text",
     "facts_text",
     "machine_facts",
+    "mebibytes",
     "notes_text",
+    "percent",
     "report_head",
     "report_json",
     "report_text",
@@ -188,6 +190,16 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, align: str =
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=sides)
 
 
+def percent(ratio: float | None) -> str:
+    """Return the cell of a ratio: "98 %", empty for None."""
+    return "" if ratio is None else f"{100 * ratio:.0f} %"
+
+
+def mebibytes(size_bytes: float | None) -> str:
+    """Return the cell of a size in a column of MiB, empty for None."""
+    return "" if size_bytes is None else f"{size_bytes / _MIB:.0f}"
+
+
 def notes_text(notes: Sequence[str]) -> str:
     """Return the lines below the tables: how it was measured."""
     return "\n".join(textwrap.fill(f"- {note}", _COLUMNS, subsequent_indent="  ") for note in notes)
@@ -267,6 +279,6 @@ def _cells(measured: Measured, ceiling: float | None) -> list[str]:
         measured.row.name,
         measured.samples[0].engine,
         *measured.time_cells(),
-        f"{100 * measured.bytes_per_s / ceiling:.0f} %" if ceiling else "",
-        "" if measured.peak_bytes is None else f"{measured.peak_bytes / _MIB:.0f}",
+        percent(measured.bytes_per_s / ceiling if ceiling else None),
+        mebibytes(measured.peak_bytes),
     ]

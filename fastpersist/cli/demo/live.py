@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastpersist.cli.demo.run import Run
 from fastpersist.cli.terminal import has_rich, size_text
+from fastpersist.display import rate_text
 
 if TYPE_CHECKING:
     from rich.padding import Padding
@@ -93,7 +94,7 @@ def _facts(run: Run, without: Run | None) -> list[tuple[str, str]]:
     if run.saves:
         save = run.saves[-1]
         facts.append(("stall", f"{run.stall_s() * 1e3:.1f} ms per {size_text(save['bytes'])}"))
-        facts.append(("disk", f"{run.bytes_per_s() / 1e9:.2f} GB/s ({save['engine']})"))
+        facts.append(("disk", f"{rate_text(run.bytes_per_s())} ({save['engine']})"))
     return facts
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from fastpersist.cli.report.charts import Chart, charts_of
 from fastpersist.cli.report.records import Run
 from fastpersist.cli.report.svg import chart_svg
-from fastpersist.display import duration_text, html_text, size_text, time_text
+from fastpersist.display import duration_text, html_text, rate_text, size_text, time_text
 
 __all__ = ["html_page"]
 
@@ -96,9 +96,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
             (duration_text(max(stalls)), "longest stall"),
         ]
     if rates:
-        facts.append((f"{median(rates) / 1e9:.2f} GB/s", "rate of writing (median)"))
+        facts.append((rate_text(median(rates)), "rate of writing (median)"))
     if run.disk_bytes_per_s is not None:
-        facts.append((f"{run.disk_bytes_per_s / 1e9:.2f} GB/s", "the disk's own rate"))
+        facts.append((rate_text(run.disk_bytes_per_s), "the disk's own rate"))
     facts.append((str(run.failure_count), "saves failed"))
     if run.skipped_count:
         facts.append((str(run.skipped_count), "saves left out"))
@@ -172,14 +172,13 @@ def _steps(run: Run) -> str:
         return ""
     rows = []
     for save in reversed(shown):
-        rate = save.rate_bytes_per_s
         rows.append(
             (
                 "" if save.step < 0 else str(save.step),
                 time_text(save.end_s),
                 size_text(int(save.get("bytes") or 0)),
                 *(duration_text(save.get(f"{name}_s")) for name in ("stall", "capture", "write", "sync", "commit")),
-                "" if rate is None else f"{rate / 1e9:.2f} GB/s",
+                rate_text(save.rate_bytes_per_s),
                 size_text(int((save.get("bytes_at_gate") or 0) + (save.get("bytes_before_return") or 0))),
                 save.engine,
                 save.kind,

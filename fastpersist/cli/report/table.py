@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastpersist.display import duration_text, printable, size_text, time_text
+from fastpersist.display import duration_text, printable, rate_text, size_text, time_text
 
 if TYPE_CHECKING:
     from fastpersist import Manifest
@@ -126,7 +126,7 @@ def _print_text(path: str, rows: list[_Row]) -> None:
             duration_text(row.every_s),
             size_text(row.size_bytes),
             *(duration_text(row.number(name) if name in row.stats else None) for name in _DURATIONS),
-            _rate(row.rate_bytes_per_s),
+            rate_text(row.rate_bytes_per_s),
             size_text(int(row.number("bytes_at_gate") + row.number("bytes_before_return"))),
             _percent(row.lost_ratio),
             printable(str(row.stats.get("engine", ""))),
@@ -140,10 +140,6 @@ def _print_text(path: str, rows: list[_Row]) -> None:
 
 def _name(row: _Row) -> str:
     return "none" if row.step is None else str(row.step)
-
-
-def _rate(bytes_per_s: float | None) -> str:
-    return "" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 def _percent(ratio: float | None) -> str:

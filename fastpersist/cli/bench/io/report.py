@@ -1,4 +1,7 @@
-"""The output of `bench io`: a table for people, JSON for programs. `bench.report` has the facts on the machine."""
+"""The output of `bench io`: a table for people, JSON for programs. `bench.report` has the facts on the machine.
+
+Rates and processor times of I/O are those of `bench rows`, too.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from typing import Any
 from fastpersist.cli.argument_types import size_name
 from fastpersist.cli.bench.io.points import IoSample, Setup
 from fastpersist.cli.bench.io.rows import IoResult
-from fastpersist.cli.bench.report import facts_text, notes_text, report_head, samples_json, table
+from fastpersist.cli.bench.report import facts_text, notes_text, percent, report_head, samples_json, table
+from fastpersist.cli.bench.rows import Measured
 
-__all__ = ["io_report_json", "io_report_text"]
+__all__ = ["cpu_us_per_io", "io_per_s", "io_report_json", "io_report_text", "io_samples"]
 
 
 def io_report_json(
@@ -42,29 +46,33 @@ def _row_json(result: IoResult, setup: Setup) -> dict[str, Any]:
         return row
     return row | {
         **samples_json(measured),
-        "io_per_s": _io_per_s(result),
-        "cpu_us_per_io": _cpu_us_per_io(result),
+        "io_per_s": io_per_s(measured),
+        "cpu_us_per_io": _median(cpu_us_per_io(measured)),
         "ratio_to_fio": result.ratio,
     }
 
 
-def _io_samples(result: IoResult) -> list[IoSample]:
-    return [sample for sample in result.measured.samples if isinstance(sample, IoSample)]
+def io_samples(measured: Measured) -> list[IoSample]:
+    """Return the samples that count I/O."""
+    return [sample for sample in measured.samples if isinstance(sample, IoSample)]
 
 
-def _io_per_s(result: IoResult) -> float | None:
-    samples = _io_samples(result)
-    return samples[0].io_count / result.measured.median_s if samples else None
+def io_per_s(measured: Measured) -> float:
+    """Return I/Os per second of the median; there must be a sample that counts I/O."""
+    return io_samples(measured)[0].io_count / measured.median_s
 
 
-def _cpu_us_per_io(result: IoResult) -> float | None:
-    """Return the median of the rounds."""
-    spent = [
+def cpu_us_per_io(measured: Measured) -> list[float]:
+    """Return the processor time of an I/O in each sample that knows it, in microseconds."""
+    return [
         sample.cpu_s / sample.io_count * 1e6
-        for sample in _io_samples(result)
+        for sample in io_samples(measured)
         if sample.cpu_s is not None and sample.io_count
     ]
-    return statistics.median(spent) if spent else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def io_report_text(
@@ -86,12 +94,11 @@ def _cells(result: IoResult, setup: Setup) -> list[str]:
     cells += [
         f"{result.planned.who}, {measured.samples[0].engine}",
         *measured.time_cells(),
-        f"{100 * result.ratio:.0f} %" if result.ratio else "",
+        percent(result.ratio),
     ]
     if setup.random:
-        io_per_s, cpu_us_per_io = _io_per_s(result), _cpu_us_per_io(result)
-        cells.append("" if io_per_s is None else f"{io_per_s:,.0f}")
-        cells.append("" if cpu_us_per_io is None else f"{cpu_us_per_io:.1f}")
+        cpu_us = _median(cpu_us_per_io(measured))
+        cells += [f"{io_per_s(measured):,.0f}", "" if cpu_us is None else f"{cpu_us:.1f}"]
     return cells
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 
 from fastpersist import TensorFile
 from fastpersist.cli.argument_types import size_name
-from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, run_fio
+from fastpersist.cli.bench.fio import FioJob, fio_row, run_fio
 from fastpersist.cli.bench.io.points import (
     Point,
     Setup,
@@ -27,7 +26,7 @@ from fastpersist.cli.bench.io.points import (
 from fastpersist.cli.bench.io.worker import IoProcesses
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import remove_files
-from fastpersist.cli.bench.rows import Kind, Measured, Row, Sample, measure
+from fastpersist.cli.bench.rows import Measured, Row, measure
 from fastpersist.errors import StorageError, UnsupportedError
 
 __all__ = [
@@ -149,18 +148,11 @@ def _own_row(point: Point, processes: IoProcesses) -> Row:
 
 
 def _fio_row(point: Point, setup: Setup) -> Row:
-    kind: Kind = "ceiling"
     job = fio_job(point, setup)
     if job is None:
         why_not = f"fio makes no system calls such as those of {point.engine}"
-        return Row(_name("fio", point), kind, None, why_not=why_not)
-    if shutil.which("fio") is None:
-        return Row(_name("fio", point), kind, None, why_not=FIO_NOT_INSTALLED)
-
-    def run(path: str) -> Sample:
-        return run_fio(job, file_paths(path, setup.process_count))
-
-    return Row(_name("fio", point), kind, run)
+        return Row(_name("fio", point), "ceiling", None, why_not=why_not)
+    return fio_row(_name("fio", point), lambda path: run_fio(job, file_paths(path, setup.process_count)))
 
 
 def fio_job(point: Point, setup: Setup) -> FioJob | None:

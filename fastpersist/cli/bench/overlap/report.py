@@ -9,7 +9,8 @@ from typing import Any
 
 from fastpersist.cli.bench.overlap.run import summarize_run
 from fastpersist.cli.bench.overlap.worker import WARM_UP_COUNT
-from fastpersist.cli.bench.report import facts_text, notes_text, table
+from fastpersist.cli.bench.report import facts_text, mebibytes, notes_text, table
+from fastpersist.display import rate_text
 
 __all__ = ["NONE", "condense", "overlap_remarks", "overlap_text", "report_soak"]
 
@@ -147,7 +148,7 @@ def overlap_text(
         facts_text(command_line, facts),
         "",
         f"a state of {state_bytes / 1e9:.3f} GB; writing it with nothing beside takes fp.Checkpointer {write_s:.3f} s "
-        f"({state_bytes / write_s / 1e9:.2f} GB/s, {lengths['engine']})",
+        f"({rate_text(state_bytes / write_s)}, {lengths['engine']})",
         f"steps that were to take {lengths['wanted_step_s']:.3f} s: {lengths['product_count']} products beside a "
         f"training of {lengths['step_s']:.3f} s",
         "",
@@ -179,8 +180,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "yes" if not row["late_count"] else f"{kept_up} of {row['save_count']}",
         f"{row['tail_s']:.2f}",
         "" if row["total_of_bound"] is None else f"{row['total_of_bound']:.2f}",
-        "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / _MIB:.0f}",
-        "" if (row["child_peak_bytes"] or 0) < _WRITER_BYTES_MIN else f"{row['child_peak_bytes'] / _MIB:.0f}",
+        mebibytes(row["peak_bytes"]),
+        "" if (row["child_peak_bytes"] or 0) < _WRITER_BYTES_MIN else mebibytes(row["child_peak_bytes"]),
     ]
 
 

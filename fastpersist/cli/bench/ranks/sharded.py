@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastpersist.cli.bench.fio import CEILING_NAMES, FIO_NOT_INSTALLED, FioJob, fio_write_row, run_fio
+from fastpersist.cli.bench.fio import CEILING_NAMES, FioJob, fio_row, fio_write_row, run_fio
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import empty
 from fastpersist.cli.bench.ranks import sharded_work as work
@@ -120,8 +119,9 @@ class Sharded:
             )
 
         rows = [row(way, number) for number, way in enumerate(work.LOAD_WAYS)]
-        fio = _fio_read_row(self.cache) if shutil.which("fio") else _no_fio()
-        found = self._measure([fio, *rows], lambda suffix: os.path.join(self._scratch, suffix), lambda: None)
+        found = self._measure(
+            [_fio_read_row(self.cache), *rows], lambda suffix: os.path.join(self._scratch, suffix), lambda: None
+        )
         empty(self._scratch)
         return self._table("load", found)
 
@@ -171,10 +171,6 @@ def _data_files(path: str) -> list[str]:
     return sorted(entry.path for entry in os.scandir(path) if entry.name.endswith((".distcp", ".pt")))
 
 
-def _no_fio() -> Row:
-    return Row(CEILING_NAMES["load"], "ceiling", None, why_not=FIO_NOT_INSTALLED)
-
-
 def _fio_read_row(cache: PageCache) -> Row:
     def run(path: str) -> Sample:
         files = _data_files(path)
@@ -184,4 +180,4 @@ def _fio_read_row(cache: PageCache) -> Row:
         block_bytes = min(_BLOCK_BYTES, smallest_bytes // 4096 * 4096)
         return run_fio(FioJob("read", smallest_bytes // block_bytes * block_bytes, block_bytes=block_bytes), files)
 
-    return Row(CEILING_NAMES["load"], "ceiling", run, suffix="0")  # what the first of LOAD_WAYS has saved
+    return fio_row(CEILING_NAMES["load"], run, suffix="0")  # what the first of LOAD_WAYS has saved

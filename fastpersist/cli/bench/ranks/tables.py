@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastpersist.cli.bench.report import facts_text, notes_text, samples_json, table
+from fastpersist.cli.bench.report import facts_text, mebibytes, notes_text, percent, samples_json, table
 from fastpersist.cli.bench.rows import Measured, Sample
 
 __all__ = ["AsyncSample", "Result", "Table", "ranks_text", "row_json"]
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +110,9 @@ def _rate_table(one: Table) -> str:
                 measured.row.name,
                 measured.samples[0].engine,
                 *measured.time_cells(),
-                _percent(result.of(result.fio)),
-                _percent(result.of(result.other)) if one.other else every,
-                _mebibytes(measured.peak_bytes),
+                percent(result.of(result.fio)),
+                percent(result.of(result.other)) if one.other else every,
+                mebibytes(measured.peak_bytes),
             ]
         )
     headers += ["peak MiB above the state"] if has_peaks else []
@@ -133,13 +131,5 @@ def _stall_table(one: Table) -> str:
         rows.append([result.measured.row.name])
         for found in (stalls_s, seconds):
             rows[-1] += [f"{1e3 * statistics.median(found):.1f}", f"{1e3 * min(found):.1f} – {1e3 * max(found):.1f}"]
-        rows[-1].append(_mebibytes(result.measured.peak_bytes))
+        rows[-1].append(mebibytes(result.measured.peak_bytes))
     return table(headers, rows)
-
-
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{100 * ratio:.0f} %"
-
-
-def _mebibytes(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f"{size_bytes / _MIB:.0f}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastpersist.cli.argument_types import positive, size
-from fastpersist.cli.bench.io.points import IoSample
+from fastpersist.cli.bench.io.report import cpu_us_per_io, io_per_s, io_samples
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
     check_device,
@@ -160,8 +160,9 @@ def _values(one: Measured) -> dict[str, Any]:
     values: dict[str, Any] = {"name": one.row.name, "kind": one.row.kind, "note": one.note}
     if not one.samples:
         return values
-    slow_s = [sample.p99_s for sample in _samples(one) if sample.p99_s is not None]
-    return values | samples_json(one) | {"rows_per_s": _rows_per_s(one), "cpu_us_a_row": _cpu_us(one), "p99_s": slow_s}
+    slow_s = [sample.p99_s for sample in io_samples(one) if sample.p99_s is not None]
+    values |= samples_json(one)
+    return values | {"rows_per_s": io_per_s(one), "cpu_us_a_row": cpu_us_per_io(one), "p99_s": slow_s}
 
 
 def _text(
@@ -169,36 +170,24 @@ def _text(
 ) -> str:
     lines = [facts_text(command_line, facts)]
     for title, results in parts:
-        limit = next((_rows_per_s(one) for one in results if one.row.kind == "ceiling" and one.samples), None)
-        few = any(sample.p99_s is not None for one in results for sample in _samples(one))
+        limit = next((io_per_s(one) for one in results if one.row.kind == "ceiling" and one.samples), None)
+        few = any(sample.p99_s is not None for one in results for sample in io_samples(one))
         cells = [_cells(one, limit) + (_request_cells(one) if few else []) for one in results]
         lines += ["", title, "", table(_FEW_COLUMNS if few else _COLUMNS, cells)]
         lines += [f"{one.row.name}: {one.note}" for one in results if one.note]
     return "\n".join([*lines, "", notes_text(notes)])
 
 
-def _samples(one: Measured) -> list[IoSample]:
-    return [sample for sample in one.samples if isinstance(sample, IoSample)]
-
-
-def _rows_per_s(one: Measured) -> float:
-    return _samples(one)[0].io_count / one.median_s
-
-
-def _cpu_us(one: Measured) -> list[float]:
-    """Return the processor time of a row in each sample, in microseconds."""
-    return [sample.cpu_s / sample.io_count * 1e6 for sample in _samples(one) if sample.cpu_s is not None]
-
-
 def _cells(one: Measured, limit: float | None) -> list[str]:
     if not one.samples:
         return [one.row.name, "–", "", "", "", ""]
+    cpu_us = cpu_us_per_io(one)
     return [
         one.row.name,
         *one.time_cells()[:2],
-        f"{_rows_per_s(one):.0f}",
-        "" if limit is None else f"{_rows_per_s(one) / limit:.2f}",
-        f"{statistics.median(_cpu_us(one)):.2f}" if _cpu_us(one) else "",
+        f"{io_per_s(one):.0f}",
+        "" if limit is None else f"{io_per_s(one) / limit:.2f}",
+        f"{statistics.median(cpu_us):.2f}" if cpu_us else "",
     ]
 
 
@@ -206,6 +195,6 @@ def _request_cells(one: Measured) -> list[str]:
     """Return the time of a request, in microseconds, and what 99 % of them take at most."""
     if not one.samples:
         return ["", ""]
-    slow_s = [sample.p99_s for sample in _samples(one) if sample.p99_s is not None]
-    request_s = one.median_s * FEW_COUNT / _samples(one)[0].io_count
+    slow_s = [sample.p99_s for sample in io_samples(one) if sample.p99_s is not None]
+    request_s = one.median_s * FEW_COUNT / io_samples(one)[0].io_count
     return [f"{1e6 * request_s:.0f}", f"{1e6 * statistics.median(slow_s):.0f}" if slow_s else ""]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import fastpersist
-from fastpersist.cli.bench.fio import FIO_NOT_INSTALLED, FioJob, fio_version, run_fio
+from fastpersist.cli.bench.fio import FioJob, fio_row, run_fio
 from fastpersist.cli.bench.io.points import IoSample
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.rows import Kind, Row
@@ -110,9 +110,7 @@ def cold_rows(case: Case) -> list[Row]:
             io_count=case.count,
             tuned=tuned,
         )
-        if not fio_version():
-            return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
-        return Row(name, "ceiling", lambda path: run_fio(job, [path]))
+        return fio_row(name, lambda path: run_fio(job, [path]))
 
     return [
         fio("fio", tuned=False),
@@ -216,8 +214,6 @@ def few_rows(case: Case) -> list[Row]:
     """Return the rows of small requests, one after the other, of which nothing is in memory."""
 
     def fio(name: str, *, in_turns: bool) -> Row:
-        if not fio_version():
-            return Row(name, "ceiling", None, why_not=FIO_NOT_INSTALLED)
         job = FioJob(
             "read",
             case.table.row_count * case.table.row_bytes // 4096 * 4096,
@@ -227,7 +223,7 @@ def few_rows(case: Case) -> list[Row]:
             io_count=case.count,
             in_turns=in_turns,
         )
-        return Row(name, "ceiling", lambda path: run_fio(job, [path]))
+        return fio_row(name, lambda path: run_fio(job, [path]))
 
     return [
         fio(f"fio, always {FEW_COUNT} in flight", in_turns=False),

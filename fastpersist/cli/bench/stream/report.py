@@ -12,6 +12,7 @@ from fastpersist.cli.bench.report import facts_text, notes_text, report_head, sa
 from fastpersist.cli.bench.rows import Measured
 from fastpersist.cli.bench.stream.rows import Case, PassSample
 from fastpersist.cli.bench.stream.ways import RESIDENT
+from fastpersist.display import rate_text
 
 __all__ = ["Limits", "stream_json", "stream_text"]
 
@@ -130,7 +131,7 @@ def stream_text(
         f"pass; {case.batch_size} × {case.prompt_len} tokens of prompts, {case.gen_len} generated "
         f"on {case.device}",
         *(
-            f"{row['name']}: {row['bytes_per_s'] / 1e9:.2f} GB/s ({row['min_s']:.3f} – {row['max_s']:.3f} s)"
+            f"{row['name']}: {rate_text(row['bytes_per_s'])} ({row['min_s']:.3f} – {row['max_s']:.3f} s)"
             for row in rows
             if row not in ways and "median_s" in row
         ),
