@@ -159,7 +159,7 @@ def main() -> int:
     """Measure and print."""
     arguments = _arguments()
     check_places(arguments.directory, [arguments.json])
-    require_space(arguments.directory, 2 * arguments.size_mb * _MIB, smaller="--size-mb")
+    require_space(arguments.directory, 2 * arguments.size_mb * _MIB, instead="a smaller --size-mb")
     command_line = shlex.join(["python", "benchmarks/deepnvme.py", *sys.argv[1:]])
     facts = machine_facts(arguments.directory)
     ways: dict[str, Any] = {"TensorFile": _TensorFile(arguments), "our aio_handle": _Handle(deepnvme, arguments)}

@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3, help="rounds (default: 3)")
     options = parser.parse_args()
     weight_bytes = sum(weight_sizes("large", options.layers))
-    require_space(options.directory, FORM_COUNT * weight_bytes, smaller="--layers")
+    require_space(options.directory, FORM_COUNT * weight_bytes, instead="a smaller --layers")
     half_bytes = weight_bytes // 2
     case = Case(1, 8, 4, (half_bytes,), half_bytes)
     with scratch_directory(options.directory) as scratch:

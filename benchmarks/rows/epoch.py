@@ -72,7 +72,7 @@ def main() -> int:
     check_places(arguments.directory, [arguments.json])
     node_count = 1 << arguments.scale
     table_bytes = node_count * arguments.width * 4
-    require_space(arguments.directory, table_bytes + 24 * node_count * _EDGES_PER_NODE, smaller="--scale")
+    require_space(arguments.directory, table_bytes + 24 * node_count * _EDGES_PER_NODE, instead="a smaller --scale")
     facts = machine_facts(arguments.directory)
     indptr, indices = graphs.open_graph(arguments.directory, arguments.scale, _EDGES_PER_NODE)
     graph_bytes = indptr.nbytes + indices.nbytes

@@ -27,7 +27,8 @@ examples:
   fastpersist COMMAND --help
   source <(fastpersist --completion bash)
 
-Exit codes: 0 good, 1 damaged, 2 usage or not found.
+Exit codes: 0 good; 1 damaged, different (diff), a row of fastpersist failed or memory grew
+(bench), a claim failed (demo); 2 usage or not found. Those of run are the program's own.
 """
 
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Its words, without the program's name; None for those of this process.
 
     Returns:
-        The exit code: 0 good, 1 damaged, 2 usage or not found, 130 interrupted, 141 when the output pipe is closed.
+        The exit code: as the epilog has it; 130 interrupted, 141 when the output pipe is closed.
 
     Raises:
         SystemExit: From argparse: 0 after --help and --version, 2 for a usage error.

@@ -154,7 +154,7 @@ def _engines(arguments: argparse.Namespace, scratch: str) -> tuple[list[str], li
 
 def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
     payload_bytes = recipe.payload_bytes()
-    require_space(scratch, payload_bytes, smaller="--state")
+    require_space(scratch, payload_bytes, instead="a smaller --state")
     engines, engine_notes = _engines(arguments, scratch)
     job = Job("save", recipe, payload_bytes, engines)
 
@@ -188,7 +188,7 @@ def _measure_saves(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
 
 def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: str) -> tuple[StateResult, list[str]]:
     payload_bytes = recipe.payload_bytes()
-    require_space(scratch, 2 * payload_bytes, smaller="--state")
+    require_space(scratch, 2 * payload_bytes, instead="a smaller --state")
     engines, engine_notes = _engines(arguments, scratch)
     job = Job("load", recipe, payload_bytes, engines)
     # --quick is for tests: it leaves the rest of the machine its caches.
@@ -218,7 +218,7 @@ def _measure_loads(arguments: argparse.Namespace, recipe: StateRecipe, scratch: 
     empty(scratch)
     notes = [
         cache.describe(),
-        "what the drive itself or the host of a virtual disk caches is out of our reach",
+        "caches in the drive, or in the host of a virtual disk, cannot be dropped",
         "seconds run from the call until all bytes are in memory; mapped files have every page touched; all rows but "
         "those of safetensors read one file, which fio reads as well",
         "what malloc keeps of the rows before goes back to the kernel (malloc_trim), so each row pays for its pages, "

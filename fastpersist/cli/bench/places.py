@@ -38,8 +38,8 @@ def check_places(directory: str, files: Iterable[str | None]) -> None:
 
     Args:
         directory: DIR.
-        files: Files for results; None for those not asked for. Missing ones are created empty; an existing one keeps
-            its results until there are new ones.
+        files: Files for results; None for those not asked for. A missing file is created empty, an existing one stays
+            as it is until the new results are written.
 
     Raises:
         ConfigError: DIR is no directory.
@@ -101,13 +101,13 @@ def _without_ctrl_c() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
+def require_space(directory: str, payload_bytes: int, *, instead: str) -> None:
     """Raise if the disk has too little room.
 
     Args:
         directory: The target directory.
         payload_bytes: Largest number of bytes in it at one time.
-        smaller: The option that reduces them.
+        instead: What needs less, such as "a smaller --size-mb".
 
     Raises:
         NoSpaceError: The free space is less than that and a tenth more.
@@ -118,7 +118,7 @@ def require_space(directory: str, payload_bytes: int, *, smaller: str) -> None:
         raise NoSpaceError(
             errno.ENOSPC,
             f"{directory} has {size_text(free_bytes)} free, and this needs {size_text(needed_bytes)}: choose another "
-            f"directory, or a smaller {smaller}",
+            f"directory, or {instead}",
             directory,
         )
 

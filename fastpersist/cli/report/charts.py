@@ -1,7 +1,7 @@
 """A run as charts: lines, bars and spans with a bounded number of points, however many steps the run has.
 
-Steps that lie together in one bin are drawn as one: by their median, or by their largest where that is what one looks
-for. What draws a chart, `svg` or `png`, knows nothing of a run.
+Each bin of steps is one point: their median, or their largest value where outliers matter. `svg` and `png` draw
+charts without knowing what a run is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is known of a run: the saves in its log of events, and the steps that are there, as their manifests say.
 
-Both may come from anywhere. Every figure is a finite number of a sane size here, or it is none; texts are cut. The
+Logs and manifests are untrusted: figures that are not finite or out of range are dropped, and long texts are cut. The
 number of saves, ranks and failures that are kept is bounded, so a log of any length takes bounded memory.
 """
 

@@ -46,8 +46,8 @@ examples:
   fastpersist tune /mnt/nvme --seconds 20 --dry-run
 
 The command saves fresh files as fastpersist.save does, until they are durable. Choices take turns; each round drops
-half of them. Further runs compare the last one with the defaults; it is kept only if it is faster in 95 of 100 cases,
-and by at least 2 %.
+half of them. Further runs compare the last one with the defaults, in pairs; it is kept only if it is faster by at least
+2 % (median of the pairs), and the 95 % confidence interval of that median lies above equal speed.
 
 Loading uses these settings too, but never the page cache because of them. So the command also compares loading a file
 from the disk; if the choice makes loading slower, all defaults stay.
@@ -59,8 +59,8 @@ from the disk; if the choice makes loading slower, all defaults stay.
   rounds                 list of lists of {settings, seconds}
   failed                 list of {settings, why}
   comparison             {settings, gain, interval, pair_count, noise, is_kept}: the best against the defaults, or null
-  loading                the same for loading; null when the defaults are the best for saving
-  writers                the same for the number of writers against 8; null when it was not tried
+  loading                as comparison, for loading; null when the defaults are the best for saving
+  writers                as comparison, for a number of writers against 8; null when none was tried
   settings               settings in the tuning file
   file, written          path of the tuning file, and whether it was written
   notes                  further remarks
@@ -344,7 +344,7 @@ def _tune(scratch: str, seconds: float, size_mib: int | None, tell: Callable[[st
         tell(f"the defaults take {engine}: {size_text(size_bytes)} in {run_s[0]:.2f} s, {size_text(int(rate))}/s")
 
         def save(choice: Choice) -> float:
-            require_space(scratch, 2 * size_bytes, smaller="--size-mb")
+            require_space(scratch, 2 * size_bytes, instead="a smaller --size-mb")
             return foreman.save(choice.environment(), (choice.ring_bytes, choice.chunk_bytes))[0]
 
         race = Race(save, time.monotonic)
@@ -405,7 +405,7 @@ def _compare_writers(foreman: Foreman, scratch: str, choice: Choice, found: _Fou
     foreman.keep(set())
 
     def share(count: int) -> float:
-        require_space(scratch, 2 * found.size_bytes, smaller="--size-mb")
+        require_space(scratch, 2 * found.size_bytes, instead="a smaller --size-mb")
         return foreman.share(choice.environment(), (choice.ring_bytes, choice.chunk_bytes), count)
 
     race = Race(share, time.monotonic)
@@ -429,7 +429,7 @@ def _sized(
 
     most = min(shutil.disk_usage(scratch).free, available_host_bytes()) // _DISK_SHARE
     size_bytes = max(_MIB, min(_SIZE_MIN_BYTES, most // _MIB * _MIB)) if size_mib is None else size_mib * _MIB
-    require_space(scratch, 2 * size_bytes, smaller="--size-mb")
+    require_space(scratch, 2 * size_bytes, instead="a smaller --size-mb")
     while True:
         foreman.fill(size_bytes)
         inside, around = [], []

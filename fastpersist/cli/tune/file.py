@@ -38,7 +38,7 @@ def tuning_text(settings: Mapping[str, Any], facts: Mapping[str, Any], findings:
         "",
         *findings,
         "",
-        "What is not set here is as it is by default. Without this file, everything is.",
+        "Settings that are missing here have their defaults. Delete this file to return to all defaults.",
     ]
     # A comment ends with its line, whatever a device or a directory is called.
     shown = ["".join(c if c.isprintable() else "?" for c in comment) for comment in comments]

@@ -121,7 +121,7 @@ def choices_for(engines: Sequence[str], auto: str, *, ring_limit_bytes: int) -> 
     near = [choice for choice in every if len(choice.settings()) == 1]
     near.sort(key=lambda choice: "engine" not in choice.settings())
     far = [choice for choice in every if len(choice.settings()) > 1]
-    # Engines with threads have many more choices than the others, and no more chances.
+    # One choice of each engine in turn: engines with threads have many more choices, which would crowd out the others.
     by_engine = [[choice for choice in far if choice.engine == name] for name in names]
     mixed = [choice for turn in itertools.zip_longest(*by_engine) for choice in turn if choice is not None]
     return [*near, *mixed]
@@ -344,7 +344,7 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the true median is in 95 of 100 cases, whatever the noise looks like; (0, inf) if that is anywhere.
+        """The 95 % confidence interval of the median ratio, for noise of any distribution; (0, inf) with too few pairs.
 
         The k-th smallest and the k-th largest value enclose the median unless fewer than k values lie on one side of
         it, which happens as often as with fair coins. Example: of 9 pairs it is the 2nd and the 8th (96 %); below 6

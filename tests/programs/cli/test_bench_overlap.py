@@ -265,6 +265,16 @@ def test_disk_without_room_is_refused(
     assert "smaller --size-mb" in capsys.readouterr().err
 
 
+def test_a_model_of_its_own_size_is_not_made_smaller_by_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_overlap, "available_host_bytes", lambda: 0)
+    assert main(["bench", "overlap", str(tmp_path), "--model", "gpt2-124m"]) == 2
+    said = capsys.readouterr().err
+    assert "--model gpt2-124m needs some" in said
+    assert said.endswith("ask for less: --model layers with --size-mb\n")
+
+
 def test_help_says_what_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "overlap", "--help"])

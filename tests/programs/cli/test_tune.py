@@ -395,7 +395,7 @@ def test_disk_that_fills_up_meanwhile_ends_it(
 ) -> None:
     calls = []
 
-    def require_space(directory: str, size_bytes: int, *, smaller: str) -> None:
+    def require_space(directory: str, size_bytes: int, *, instead: str) -> None:
         calls.append(size_bytes)
         if len(calls) == 6:
             raise NoSpaceError(28, "full")

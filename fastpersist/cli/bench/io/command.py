@@ -205,7 +205,7 @@ def _measure_all(
     arguments: argparse.Namespace, setup: Setup, directions: Sequence[Direction], notes: list[str]
 ) -> list[IoResult]:
     """Measure every point in each direction; add what is to be said to the notes."""
-    require_space(arguments.directory, setup.process_count * setup.size_bytes, smaller="--size-mb")
+    require_space(arguments.directory, setup.process_count * setup.size_bytes, instead="a smaller --size-mb")
     cache = PageCache(warm=False, whole_machine=False)
     results: list[IoResult] = []
     with scratch_directory(arguments.directory) as scratch:
@@ -259,7 +259,7 @@ def _notes(
         notes.append("read: from opening the file until all bytes are in memory; fio reads the very same file")
     if "read" in directions or setup.in_place:
         notes.append(cache.describe())
-        notes.append("what the drive itself or the host of a virtual disk caches is out of our reach")
+        notes.append("caches in the drive, or in the host of a virtual disk, cannot be dropped")
     if setup.validate:
         notes.append("after each run of TensorFile, outside its time, the file was compared with the memory")
     if not arguments.no_fio:

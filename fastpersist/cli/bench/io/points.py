@@ -47,9 +47,9 @@ class Setup:
         thread_count: Of the threads engines; None for what TensorFile takes.
         random: Blocks in shuffled order, instead of one after the other.
         one_by_one: The next block is asked for when the last one is done, instead of all in one list.
-        in_place: Write over a file that is there, instead of into a fresh one.
+        in_place: Overwrite an existing file, instead of writing a fresh one.
         validate: Compare the file with the memory after each run.
-        memory: Of host tensors; what it is for others has no meaning.
+        memory: Of host tensors; it has no effect where `device` is another.
         device: Where the tensors are.
     """
 

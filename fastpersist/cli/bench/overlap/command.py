@@ -170,16 +170,18 @@ def _check(arguments: argparse.Namespace) -> None:
     arguments.names = [name for name in ALL_WAYS if name in wanted and not (arguments.soak and name.startswith(NONE))]
     arguments.steps = -(-arguments.steps // arguments.every) * arguments.every
     state_bytes = GPT2_STATE_BYTES if arguments.model == GPT2 else arguments.size_mb * _MIB
+    smaller = f"--model {LAYERS} with --size-mb" if arguments.model == GPT2 else "a smaller --size-mb"
     needed_bytes = (_COPY_COUNT if arguments.device == "cpu" else 1) * state_bytes
     if needed_bytes > available_host_bytes():
+        option = f"--model {GPT2}" if arguments.model == GPT2 else f"--size-mb {arguments.size_mb}"
         raise ConfigError(
-            f"--size-mb {state_bytes // _MIB} needs some {needed_bytes / 1e9:.1f} GB of memory, more than is available "
-            f"({available_host_bytes() / 1e9:.1f} GB); ask for less"
+            f"{option} needs some {needed_bytes / 1e9:.1f} GB of memory, more than is available "
+            f"({available_host_bytes() / 1e9:.1f} GB); ask for less: {smaller}"
         )
     arguments.threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     check_places(arguments.directory, [arguments.json])
     one_after_another = len(arguments.names) if arguments.turns else 1
-    require_space(arguments.directory, one_after_another * _FILE_COUNT * state_bytes, smaller="--size-mb")
+    require_space(arguments.directory, one_after_another * _FILE_COUNT * state_bytes, instead=smaller)
 
 
 def _measure(

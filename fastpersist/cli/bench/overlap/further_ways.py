@@ -204,4 +204,4 @@ FURTHER_WAYS: dict[str, Callable[[str, Trained, Options], Way]] = {
     "dcp.async_save, process": DcpProcessWay,
     "torch_checkpointing": TorchCheckpointingWay,
 }
-"""By the names of their rows. What "again" differs by, the measurement cannot tell from nothing."""
+"""By the names of their rows. The difference of the "again" row is the noise of the measurement."""

@@ -82,7 +82,7 @@ def condense(
 def _total_of_bound(
     runs: Sequence[dict[str, float]], alone: Sequence[dict[str, float]], write_s: float
 ) -> float | None:
-    """Return what a run took, of the larger of training alone and of writing alone as often."""
+    """Return run time until durable, divided by the larger of training alone and writing alone."""
     if not alone:
         return None
     bound_s = max(statistics.median(run["total_s"] for run in alone), runs[0]["save_count"] * write_s)
@@ -105,8 +105,8 @@ def overlap_remarks(arguments: argparse.Namespace, lengths: dict[str, Any]) -> l
         "stall: inside the call that saves, and waiting before the optimizer's step; median, and the longest of all",
         "kept up: how many saves found the one before written; a late one made the next one wait. torch.save is done "
         "when its call returns",
-        "durable after: from the end of the last step until all is durable. of bound: a run until then, of the larger "
-        "of training alone and of writing alone as often",
+        "durable after: from the end of the last step until all is durable. of bound: run time until durable, divided "
+        "by the larger of training alone and writing alone",
     ]
     if arguments.turns:
         remarks += [

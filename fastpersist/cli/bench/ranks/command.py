@@ -195,7 +195,7 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     most_bytes = fio_write_bytes(arguments.size_mb * _MIB, max(arguments.ranks))
     kept_count = _KEPT_COUNT if arguments.sharded else 1
-    require_space(arguments.directory, kept_count * most_bytes, smaller="--size-mb")
+    require_space(arguments.directory, kept_count * most_bytes, instead="a smaller --size-mb")
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def _one_line() -> Iterator[None]:
 
 
 def _notes(arguments: argparse.Namespace, facts: dict[str, Any], cache: PageCache) -> list[str]:
-    load = f"load: {cache.describe()}; what the drive itself or the host of a virtual disk caches is out of our reach"
+    load = f"load: {cache.describe()}; caches in the drive, or in the host of a virtual disk, cannot be dropped"
     notes = [
         "seconds run from the first rank that begins to the last that returns; GB/s are 10^9 bytes of the one state "
         "per second of the median, of all ranks: what they all have got per second; the rows took turns, each round in "
@@ -221,7 +221,7 @@ def _notes(arguments: argparse.Namespace, facts: dict[str, Any], cache: PageCach
             "save: ours is durable when it returns, DCP has synced its files, torch_checkpointing is made to sync; "
             "each keeps what it has planned",
             load,
-            "peak: what the process that grew most grew by during a run, above what it had with the state alone",
+            "peak: the largest growth of any rank's memory during a run, on top of the state",
             f"async: the call, then {arguments.between:g} s in which nothing is done, then the optimizer's step; "
             "stall: the call and that step, on the rank where they take longest; each way was started anew for each "
             "round, and had one save before, with memory that it keeps; of each it was checked that what is loaded "

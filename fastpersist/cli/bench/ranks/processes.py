@@ -51,14 +51,14 @@ def whole_span(spans: Sequence[Span]) -> float:
 
 
 class RankProcesses:
-    """Processes that are the ranks of one gloo group, with a group of the first n of them for each n asked for.
+    """Processes that are the ranks of one gloo group, and of a smaller group of the first ranks for each other size.
 
     A context manager; the processes end with it. One owner thread.
 
     Args:
-        counts: The n.
-        scratch: A directory for the file through which they meet.
-        timeout_s: So long may one call take.
+        counts: Sizes of the groups.
+        scratch: A directory for the file of their rendezvous.
+        timeout_s: Limit for one call.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RankProcesses:
             with contextlib.suppress(ConnectionError):  # it has ended, which shows when its answer is awaited
                 connection.send((function, arguments))
         results: dict[int, Any] = {}
-        failures: list[Failed] = []  # raised when all have answered, or an answer would be taken for one to the next
+        failures: list[Failed] = []  # raised when all have answered: a late answer would look like one to the next call
         deadline_s = time.monotonic() + self._timeout_s
         while waiting:
             for ready in wait(list(waiting), max(0.0, deadline_s - time.monotonic())):

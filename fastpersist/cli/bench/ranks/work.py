@@ -190,7 +190,7 @@ def write_bare(here: Here, path: str, count: int, one_each: bool) -> Span:
 
 
 def pump_nowhere(here: Here, path: str, count: int) -> Span:
-    """Send this rank's n-th through the writer and its null engine: what is left of a save without the kernel."""
+    """Write this rank's part with the null engine: the time of a save without the work of the kernel."""
     pieces = Pieces()
     for index, (_, tensor) in enumerate(_shard_of(here, count)):
         pieces.add_storage(tensor.untyped_storage(), index)

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     check_device(arguments.device)
     check_places(arguments.directory, [arguments.json])
-    require_space(arguments.directory, arguments.size * (3 if has_lmdb() else 1), smaller="--size")
+    require_space(arguments.directory, arguments.size * (3 if has_lmdb() else 1), instead="a smaller --size")
     facts = machine_facts(arguments.directory)
     parts: list[tuple[str, list[Measured]]] = []
     cache = PageCache(warm=False, whole_machine=False)
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
                 measured(f"{case.count} rows of {row_bytes} bytes, depth {depth}", cold_rows(case))
         made = write_table(path, _FEW_ROW_BYTES, arguments.size)
         measured(
-            f"{_FEW_ROWS} rows of {_FEW_ROW_BYTES} bytes, {FEW_COUNT} at a time (times as if each took the median)",
+            f"{_FEW_ROWS} rows of {_FEW_ROW_BYTES} bytes, {FEW_COUNT} at a time (time = number of requests × median)",
             few_rows(Case(made, _FEW_ROWS, 64)),
         )
         hit_bytes = min(_HIT_BYTES, arguments.size, available_host_bytes() // 8)

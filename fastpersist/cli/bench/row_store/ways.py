@@ -98,7 +98,7 @@ def write_table(path: str, row_bytes: int, size_bytes: int) -> Table:
 
 
 def cold_rows(case: Case) -> list[Row]:
-    """Return the rows of a gather of which nothing is in memory."""
+    """Return the ways to gather from a table that is not in memory."""
 
     def fio(name: str, *, tuned: bool) -> Row:
         job = FioJob(
@@ -125,7 +125,7 @@ def cold_rows(case: Case) -> list[Row]:
 
 
 def hit_rows(case: Case) -> list[Row]:
-    """Return the rows of a gather of which everything is in memory: in our cache, and in a tensor."""
+    """Return the ways to gather from memory: from the cache of a store, and from a tensor."""
     store, tensor = _held(case)
 
     def ours(_case: Case, _path: str, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
@@ -141,7 +141,7 @@ def hit_rows(case: Case) -> list[Row]:
 
 
 def device_rows(case: Case, device: torch.device) -> list[Row]:
-    """Return the rows of a gather of which everything is in memory, and that ends on a CUDA device."""
+    """Return the ways to gather from memory to a CUDA device."""
     store, tensor = _held(case)
     pinned = cache(lambda: torch.empty((case.count, case.table.width), dtype=torch.int32, pin_memory=True))
 
@@ -211,7 +211,7 @@ def _held(case: Case) -> tuple[Callable[[], fastpersist.RowStore], Callable[[], 
 
 
 def few_rows(case: Case) -> list[Row]:
-    """Return the rows of small requests, one after the other, of which nothing is in memory."""
+    """Return the ways to answer small requests, one after the other, from a table that is not in memory."""
 
     def fio(name: str, *, in_turns: bool) -> Row:
         job = FioJob(

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes_bytes = weight_sizes(arguments.model, arguments.layers)
     weight_bytes = sum(sizes_bytes)
     form_count = FORM_COUNT + sum(find_spec(name) is not None for name in PACKAGES.values())
-    require_space(arguments.directory, form_count * weight_bytes, smaller="--layers")
+    require_space(arguments.directory, form_count * weight_bytes, instead="a smaller --layers")
     case, notes = _case(arguments, weight_bytes, max(sizes_bytes))
     facts = machine_facts(arguments.directory)
     with scratch_directory(arguments.directory) as scratch:
@@ -196,10 +196,10 @@ def _measure_ways(
     notes += [
         "token pass: from token to token, choosing it included; the median of a generation, then of the rounds, in "
         "which the rows took turns, each round in another order; first token: from building the model on",
-        "limit: the larger of reading what is read in a pass at the best rate of the rows that only read, and the pass "
-        "of the model in memory; one read: of what a pass needs, all weights but the embedding",
+        "limit: the larger of (bytes of a pass / best read rate) and (a pass with the model in memory); one read: of "
+        "what a pass needs, all weights but the embedding",
         cache.describe(),
-        "what the drive itself or the host of a virtual disk caches is out of our reach",
+        "caches in the drive, or in the host of a virtual disk, cannot be dropped",
         f"accelerate: its folder was written before ({files.offload_s:.1f} s, beside the other forms)",
         "peak: VmHWM of the process, mapped pages of files included; the cgroup counts all pages of files read through "
         "the page cache; written: by the process, to the disk",

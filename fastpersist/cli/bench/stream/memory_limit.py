@@ -39,7 +39,7 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
         except OSError as error:
             raise UnsupportedError(
                 f"no memory cgroup can be made here ({error}): run as root, in a container with a writable "
-                f"{_ROOT}, or leave --memory out"
+                f"{_ROOT}, or take --memory all"
             ) from error
 
     def add(self, pid: int) -> None:
