@@ -1,7 +1,8 @@
 """The command `fastpersist`: a module or package per subcommand, with `add_parser(subparsers)` and `run(arguments)`.
 
-This module only assembles them. `terminal` has the shared parts: exit codes, error lines, text for people. Command
-modules import slow packages inside `run`, so that `--help` does not wait for them.
+This module only assembles them. `terminal` has the shared parts: exit codes, error lines, text for people;
+`argument_types` reads numbers and sizes. Command modules import slow packages inside `run`, so that `--help` does not
+wait for them.
 """
 
 from __future__ import annotations
