@@ -36,7 +36,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h t
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz storm bench overlap trainers ranks dcp io gpu emulated-gpu demo figures wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz storm trainers io gpu emulated-gpu demo figures wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -54,11 +54,7 @@ help:
 	@echo 'make crash                 the crash tests with $(KILLS) kills (KILLS=…)'
 	@echo 'make fuzz                  $(SCHEDULES) schedules of each simulator, and every fuzzer for $(SECONDS) s (SCHEDULES=…, SECONDS=…, SEED=…)'
 	@echo 'make storm                 $(RANKS) ranks that are killed, stopped and late while they save, for $(SECONDS) s (RANKS=…, SECONDS=…, SEED=…)'
-	@echo 'make bench DIR=…           save and load against fio and others, in a directory on the disk to measure'
-	@echo 'make overlap DIR=…         what checkpoints cost a training, against others (20 minutes; fastpersist bench overlap --help)'
 	@echo 'make trainers DIR=…        what checkpoints cost inside frameworks (benchmarks/trainers.py --help)'
-	@echo 'make ranks DIR=…           what several ranks gain, and what agreeing costs (fastpersist bench ranks --help)'
-	@echo 'make dcp DIR=…             what torch.distributed.checkpoint gains (fastpersist bench ranks --help)'
 	@echo 'make io DIR=…              tensors between memory and disk, against fio and DeepNVMe (fastpersist bench io --help)'
 	@echo 'make figures DIR=…         measures and draws the figures of README and docs (FIGURES="save load": only these)'
 	@echo 'make gpu DIR=…             on a machine with a GPU: builds, tests and measures it (benchmarks/gpu.sh --help)'
@@ -248,28 +244,11 @@ emulated-gpu: $(EMULATED)/environment.stamp
 	FASTPERSIST_FAULT_ENGINE=1 $(EMULATED)/bin/pip install --disable-pip-version-check --quiet --no-deps .
 	$(EMULATED)/bin/python tests/support/emulated_gpu/run.py --devices 2 $(EMULATED)/bin/pytest -m gpu tests/gpu
 
-ranks: $(BUILT)
-	@test -d '$(DIR)' || { echo 'make: ranks DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/fastpersist bench ranks '$(DIR)' --parts save load agreement --load-ways
-
-dcp: $(BUILT)
-	@test -d '$(DIR)' || { echo 'make: dcp DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/fastpersist bench ranks '$(DIR)' --sharded --size-mb 1536
-
 io: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: io DIR=…: an existing directory on the disk to measure'; exit 1; }
 	$(BIN)/fastpersist bench io '$(DIR)'
 	$(BIN)/fastpersist bench io '$(DIR)' --read --random --depth 64 256
 	$(BIN)/python benchmarks/deepnvme.py '$(DIR)'
-
-overlap: $(BUILT)
-	@test -d '$(DIR)' || { echo 'make: overlap DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/fastpersist bench overlap '$(DIR)' --model gpt2-124m --ways all --threads 1
-
-bench: $(BUILT)
-	@test -d '$(DIR)' || { echo 'make: bench DIR=…: an existing directory on the disk to measure'; exit 1; }
-	$(BIN)/fastpersist bench save '$(DIR)'
-	$(BIN)/fastpersist bench load '$(DIR)'
 
 figures: $(BUILT)
 	@test -d '$(DIR)' || { echo 'make: figures DIR=…: an existing directory on the disk to measure'; exit 1; }

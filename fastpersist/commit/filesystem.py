@@ -236,11 +236,13 @@ class Mount(NamedTuple):
         point: Where it is mounted.
         type_name: Of the file system, such as "ext4".
         source: What is mounted: a device, or "server:/export".
+        options: Such as "rw,relatime".
     """
 
     point: str
     type_name: str
     source: str
+    options: str
 
 
 def mount_of(path: str) -> Mount | None:
@@ -261,7 +263,7 @@ def mount_of(path: str) -> Mount | None:
                 inside = path == point or path.startswith(point.rstrip("/") + "/")
                 if inside and (found is None or len(point) >= len(found.point)):  # of equals, the later one is on top
                     type_name, source, *_ = after.split()
-                    found = Mount(point, type_name, _unescaped(source))
+                    found = Mount(point, type_name, _unescaped(source), before.split()[5])
     except OSError:
         return None  # no /proc: this is for people only
     return found

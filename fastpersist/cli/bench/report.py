@@ -22,6 +22,7 @@ import fastpersist
 from fastpersist.cli.argument_types import size_name
 from fastpersist.cli.bench.fio import fio_version
 from fastpersist.cli.bench.rows import Measured
+from fastpersist.commit.filesystem import Mount, mount_of
 
 __all__ = [
     "StateResult",
@@ -93,14 +94,14 @@ def command_line_text(arguments: argparse.Namespace) -> str:
 
 def machine_facts(directory: str) -> dict[str, Any]:
     """Return the facts on the machine: device, file system, kernel, processors, versions, date."""
-    source, kind, options = _mount_of(directory)
+    mount = mount_of(directory) or Mount("", "unknown", "unknown", "")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "directory": os.path.realpath(directory),
-        "device": source,
-        "device_model": _device_model(source),
-        "file_system": kind,
-        "mount_options": options,
+        "device": mount.source,
+        "device_model": _device_model(mount.source),
+        "file_system": mount.type_name,
+        "mount_options": mount.options,
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "cpu_model": _cpu_model(),
@@ -112,22 +113,6 @@ def machine_facts(directory: str) -> dict[str, Any]:
         "fastpersist": fastpersist.__version__,
         "fio": fio_version(),
     }
-
-
-def _mount_of(directory: str) -> tuple[str, str, str]:
-    """Return device, type and options of the file system that a directory is on."""
-    path = os.path.realpath(directory)
-    best = ("", "unknown", "unknown", "")
-    with open("/proc/self/mountinfo") as mounts:
-        for line in mounts:
-            before, after = line.split(" - ", 1)
-            # Blanks in names are written \040 and the like.
-            point = before.split()[4].encode().decode("unicode_escape")
-            kind, source = after.split()[:2]
-            # Of two at one place the later one hides the earlier.
-            if os.path.commonpath([path, point]) == point and len(point) >= len(best[0]):
-                best = (point, source, kind, before.split()[5])
-    return best[1:]
 
 
 def _device_model(source: str) -> str:
