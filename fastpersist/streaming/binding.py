@@ -7,7 +7,9 @@ class and the memory with its values. `stream` decides when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,7 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fastpersist.errors import ConfigError
 from fastpersist.streaming.units import Weight
 
-__all__ = ["ResidentParameter", "UnboundBuffer", "UnboundParameter", "bind", "is_bound", "list_only", "unbind"]
+__all__ = [
+    "ResidentParameter",
+    "UnboundBuffer",
+    "UnboundParameter",
+    "bind",
+    "is_bound",
+    "list_only",
+    "plainly",
+    "unbind",
+]
 
 # What is true of a weight without its values: attributes, and methods without an effect.
 _TRUE_ATTRIBUTES = frozenset(
@@ -30,12 +41,20 @@ _TRUE_METHODS = frozenset(
     is_neg is_pinned is_shared get_device __len__ __hash__ is_tensor is_storage""".split()
 )
 _REFUSED = frozenset(
-    """to cpu cuda half float double bfloat16 share_memory pin_memory __setitem__ __reduce__ __reduce_ex__ __deepcopy__
-    set_data swap_tensors __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ __ixor__
-    __ilshift__ __irshift__ __ipow__""".split()
+    """to cpu cuda half float double bfloat16 share_memory pin_memory __reduce__ __reduce_ex__ __deepcopy__ set_data
+    swap_tensors""".split()
+)
+_CHANGING_OPERATORS = frozenset(
+    """__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __iand__ __ior__ __ixor__ __ilshift__
+    __irshift__ __ipow__""".split()
 )
 
 _ADDRESSES = frozenset(name for name in dir(torch.Tensor) if name.endswith("data_ptr"))
+
+
+def _changes(name: str) -> bool:
+    """Tell whether a method of tensors changes them."""
+    return name in _CHANGING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 class _Unbound:
@@ -68,7 +87,7 @@ class _Unbound:
             unbound = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Unbound)]
             if name in ("__repr__", "__format__"):
                 return _described(unbound[0]._weight)
-            may_change = name in _REFUSED or name == "__set__" or (name.endswith("_") and not name.endswith("__"))
+            may_change = name in _REFUSED or name == "__set__" or _changes(name)
             changed = [args[0] if args else kwargs] if may_change else []
             for each in tree_leaves((changed, kwargs.get("out"))):
                 if isinstance(each, _Unbound):
@@ -100,7 +119,10 @@ class UnboundBuffer(_Unbound, torch.Tensor):
 
 
 class ResidentParameter(torch.nn.Parameter):
-    """A parameter that has its values for good; `data` would let them be changed, and only those of residents."""
+    """A parameter that keeps its values, and refuses changes from outside of a forward as one without values does.
+
+    They would be lost when another unit stays in its place.
+    """
 
     _weight: Weight
 
@@ -115,16 +137,54 @@ class ResidentParameter(torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _refuse("data", self._weight)
 
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether it has a gradient: it never has."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if not _is_harmless_change("requires_grad", value):
+            _refuse("requires_grad", self._weight)
+
+
+def _refused_outside(name: str) -> Callable[..., Any]:
+    stock = getattr(torch.Tensor, name)
+
+    @functools.wraps(stock)
+    def method(tensor: ResidentParameter, *args: Any, **kwargs: Any) -> Any:
+        is_harmless = name == "requires_grad_" and args[:1] == (False,)
+        if not is_harmless and not tensor._weight.owner.is_inside():
+            _refuse(name, tensor._weight)
+        return stock(tensor, *args, **kwargs)
+
+    return method
+
+
+for _name in dir(torch.Tensor):
+    if _changes(_name):
+        setattr(ResidentParameter, _name, _refused_outside(_name))
+
 
 def is_bound(weight: Weight) -> bool:
     """Tell whether a weight has its values."""
     return not isinstance(weight.tensor, _Unbound)
 
 
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Let tensors that are made in the block be plain: not of inference mode, nor wrapped by a transform of torch.func.
+
+    A wrapper ends with its transform, and a weight that had one as its memory would end the process.
+    """
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        yield
+
+
 def bind(weight: Weight, values: torch.Tensor, *, stays: bool = False) -> None:
     """Give a weight its values, which must stay where they are until it is unbound; `stays`: that may be never."""
     weight.tensor.__class__ = weight.bound_class
-    with torch.inference_mode(False):
+    with plainly():
         weight.tensor.data = values
     if stays and issubclass(weight.bound_class, torch.nn.Parameter):
         weight.tensor.__class__ = ResidentParameter
@@ -133,7 +193,7 @@ def bind(weight: Weight, values: torch.Tensor, *, stays: bool = False) -> None:
 def unbind(weight: Weight) -> None:
     """Take the values of a weight away."""
     weight.tensor.__class__ = weight.bound_class
-    with torch.inference_mode(False):
+    with plainly():
         weight.tensor.data = weight.stand_in
     is_parameter = issubclass(weight.bound_class, torch.nn.Parameter)
     weight.tensor.__class__ = UnboundParameter if is_parameter else UnboundBuffer

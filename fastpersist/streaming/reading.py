@@ -144,10 +144,13 @@ class Memory:
         self._ring.give_back(room)
 
     def is_in_ring(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the memory of a tensor is the ring's."""
-        return self._ring_memory is not None and (
-            tensor.untyped_storage().data_ptr() == self._ring_memory.untyped_storage().data_ptr()
-        )
+        """Tell whether the memory of a tensor is, or may be, the ring's."""
+        if self._ring_memory is None:
+            return False
+        try:
+            return tensor.untyped_storage().data_ptr() == self._ring_memory.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # of a transform of torch.func: its memory cannot be asked for
+            return True
 
 
 class Filling:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from fastpersist.arguments import byte_count, local_path
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.streaming.backward import BackwardReads
-from fastpersist.streaming.binding import bind, is_bound, unbind
+from fastpersist.streaming.binding import bind, is_bound, plainly, unbind
 from fastpersist.streaming.guards import put_guards, take_guards_away
 from fastpersist.streaming.matching import Names, match, put_in_place
 from fastpersist.streaming.prefetch import Prefetch
@@ -107,8 +107,8 @@ def stream(
 ) -> WeightStream:
     """Run a model with its weights on disk: each is read shortly before it is used, and none is ever written.
 
-    The logits are those of the model loaded whole, bit by bit. The parameters stay the same objects; between the
-    forwards of their modules they have no values, and whoever uses one then waits for the disk.
+    The logits are those of the model loaded whole (mapped from the same file), bit by bit. The parameters stay the same
+    objects; between the forwards of their modules they have no values, and whoever uses one then waits for the disk.
 
     Args:
         model: Any module, on the meta device or a real one; memory of its parameters is given back. It may be used at
@@ -451,6 +451,8 @@ class WeightStream:
     def _enter(self, unit: Unit, experts: Sequence[int] | None) -> None:
         """Bind the weights of a unit, or those of some of its experts, and have the next ones read."""
         self._refuse_fork()
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call] # torch has no types for it
+            raise ConfigError(f"torch.jit.trace would record the memory of weights that {self!r} binds for a moment")
         self._take_turn()
         if self._closing:
             self._end_turn()
@@ -461,10 +463,16 @@ class WeightStream:
             self._entered.add(unit.number)
             self._entered_since.add(unit.number)
             if unit.blocks:
-                filling = self._prefetch.use(unit, experts)
-                self._wait(filling)
-                if unit.number not in self._bound:
-                    self._bind(unit, filling)
+                with plainly():
+                    filling = self._prefetch.use(unit, experts)
+                    self._wait(filling)
+                    if unit.number not in self._bound:
+                        self._bind(unit, filling)
+            saving = None
+            # In residents, too: weights that are read on demand are bound while these use them.
+            if torch.is_grad_enabled():
+                saving = self._backward.saving(self._streamed_and_bound)
+                saving.__enter__()
         except BaseException as error:
             if unit not in self._stack:
                 self._take_away(unit)
@@ -472,11 +480,6 @@ class WeightStream:
                 self._prefetch.forget(self._bound)
             self._end_turn()
             raise
-        saving = None
-        # In residents, too: weights that are read on demand are bound while these use them.
-        if torch.is_grad_enabled():
-            saving = self._backward.saving(self._streamed_and_bound)
-            saving.__enter__()
         self._stack.append(unit)
         self._saving.append(saving)
 
@@ -490,7 +493,8 @@ class WeightStream:
         finally:
             self._finish_last()
             try:
-                self._prefetch.read_ahead()
+                with plainly():
+                    self._prefetch.read_ahead()
             finally:
                 self._end_turn()
         return output
@@ -567,13 +571,14 @@ class WeightStream:
                 weight.name,
             )
         (block,) = self._blocks_of([weight])
-        memory = new_memory(block.size_bytes, self._device)
         at_bytes = block.weights[0][1]
-        self._wait(start_filling(self._source, [block], [memory], None))
+        with plainly():
+            memory = new_memory(block.size_bytes, self._device)
+            self._wait(start_filling(self._source, [block], [memory], None))
+            self._check(weight, memory, at_bytes)
+            values = values_in(memory, weight, at_bytes)
         self._on_demand_count += 1
         self._on_demand_bytes += weight.file_bytes
-        self._check(weight, memory, at_bytes)
-        values = values_in(memory, weight, at_bytes)
         if not is_inside:  # other threads may run forwards meanwhile, which bind and unbind
             return values
         bind(weight, values)
@@ -630,6 +635,12 @@ class WeightStream:
 
     def _outside_of_ring(self, output: Any) -> Any:
         def own(value: Any) -> Any:
+            if is_dataclass(value) and not isinstance(value, type):  # pytree knows few of them
+                for field in fields(value):
+                    held = getattr(value, field.name, None)
+                    if (outside := self._outside_of_ring(held)) is not held:
+                        object.__setattr__(value, field.name, outside)
+                return value
             if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
                 return value
             # Sparse and jagged tensors have several storages, none of which can be asked for here.
@@ -644,7 +655,7 @@ class WeightStream:
 def _device_of(device: str | torch.device) -> torch.device:
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}, which torch does not know: {error}") from None
     if place.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"weights are streamed to CPUs and CUDA devices, not to {place}")
