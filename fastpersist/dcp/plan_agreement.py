@@ -40,12 +40,11 @@ from fastpersist.dcp.global_plan.assignment import WHOLE, Group, Share, WholePla
 from fastpersist.dcp.global_plan.held_items import HeldTensors, TensorNames, from_runs, packed_tensors, runs_of
 from fastpersist.dcp.global_plan.kept_metadata import KeptMetadata
 from fastpersist.dcp.metadata import build_pickled, pickled
-from fastpersist.dcp.plan_comparison import GetSums, sample
+from fastpersist.dcp.plan_comparison import GetSums
 from fastpersist.dcp.save_planner import StepSavePlanner, is_object, rows_of
 from fastpersist.distributed.messages import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError, InternalError
 from fastpersist.saving.directory_files import RankSession
-from fastpersist.saving.ownership import Ownership
 from fastpersist.transfer.garbage import no_garbage_collection
 
 __all__ = ["Done", "Planned", "SharedPlans", "Whole", "gather_done", "tell_done"]
@@ -142,18 +141,8 @@ class SharedPlans:
         self._items: list[WriteItem] = []  # what this rank writes by that plan
         self._tensor_count = 0  # of these
         self._common: _Common = {}  # what this rank shares by that plan
-        self._alone: frozenset[str] = frozenset()  # what no other rank holds, by the last plan
         self._whole: Whole | None = None  # on the coordinator
         self._told: dict[str, bytes] = {}  # see `Planned`
-
-    def sample(self, state: Mapping[str, Any], ownership: Ownership) -> GetSums:
-        """Take samples, as they are now, of what other ranks may hold, too; on any thread.
-
-        Args:
-            state: What this rank holds.
-            ownership: What optimizers own.
-        """
-        return sample(state, ownership, self._alone)
 
     def agree(
         self,
@@ -184,7 +173,7 @@ class SharedPlans:
             if not self._version:
                 _refuse_parts(self._local)
                 self._plan_for_all([_Told(*self._packed_locally({}), self._objects(), {})])
-                self._note_common({})
+                self._common = {}
         elif session.rank == 0:
             self._lead(session, label, directory, sums, save)
         else:
@@ -254,11 +243,6 @@ class SharedPlans:
         self._tensor_count = len(self._items)
         self._items += [objects[name] for name in share.objects]
 
-    def _note_common(self, common: _Common) -> None:
-        self._common = common
-        shared = {name for names in common.values() for name in names}
-        self._alone = frozenset(item.index.fqn for item in self._local) - shared
-
     def _lead(self, session: RankSession, label: str, directory: str | None, sums: _Sums, save: str) -> None:
         hellos = [decoded(one, rank) for rank, one in enumerate(session.gather(b"{}"))]
         for rank, hello in enumerate(hellos[1:], 1):
@@ -275,7 +259,7 @@ class SharedPlans:
             return
         told = _gather_plans(session, _Told(*self._packed_locally(sums), self._objects(), {}))
         common = self._plan_for_all(told)
-        self._note_common(common[0])
+        self._common = common[0]
         if self._whole is None:
             raise InternalError("there is no plan of all ranks after it was made")
         numbers = _NameNumbers()
@@ -319,7 +303,7 @@ class SharedPlans:
         except (FormatError, ValueError, TypeError) as error:
             raise CoordinationError(f"the plan of rank 0 cannot be read: {error}") from error
         self._version = version
-        self._note_common(shared)
+        self._common = shared
 
 
 def tell_done(session: RankSession, done: Done, planned: Planned) -> None:

@@ -71,17 +71,16 @@ Paths: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 @no_garbage_collection()
-def sample(state: Mapping[str, Any], ownership: Ownership, passed_over: Container[str]) -> GetSums:
-    """Take samples of the tensors of a state, as they are now; waits for no device.
+def sample(state: Mapping[str, Any], ownership: Ownership) -> GetSums:
+    """Take samples of the tensors of a state that other ranks may hold, as they are now; waits for no device.
 
     Args:
         state: Nested dicts and lists of tensors.
         ownership: What optimizers own.
-        passed_over: Names of tensors that no other rank has, which need no sample.
     """
     found: dict[str, torch.Tensor] = {}
     owned = {*ownership.stable.held, *ownership.constant.held}
-    _find_alike(state, "", found, _Judge(owned, passed_over), in_optimizer=False)
+    _find_alike(state, "", found, _Judge(owned, _rank_count()), in_optimizer=False)
     return _taken(found)
 
 
@@ -105,13 +104,13 @@ def _taken(found: Mapping[str, torch.Tensor]) -> GetSums:
 class _Judge:
     """Decides which tensors ranks have to hold alike."""
 
-    def __init__(self, owned: Container[int], passed_over: Container[str]) -> None:
+    def __init__(self, owned: Container[int], rank_count: int) -> None:
         self._owned = owned
-        self._passed_over = passed_over
+        self._rank_count = rank_count
 
-    def local_of(self, tensor: torch.Tensor, name: str, *, in_optimizer: bool) -> torch.Tensor | None:
+    def local_of(self, tensor: torch.Tensor, *, in_optimizer: bool) -> torch.Tensor | None:
         """Return what this rank holds of a tensor; None if it is not compared with other ranks."""
-        if name in self._passed_over:
+        if isinstance(tensor, DTensor) and _is_divided(tensor, self._rank_count):
             return None
         local = _local_of(tensor)
         if local is not tensor or local is None or in_optimizer or local.nbytes >= CUT_TENSOR_BYTES_MIN:
@@ -141,7 +140,7 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _find_alike(value: Any, name: str, found: dict[str, torch.Tensor], judge: _Judge, *, in_optimizer: bool) -> None:
     """Find the tensors to compare, by their names for DCP."""
     if isinstance(value, torch.Tensor):
-        local = judge.local_of(value, name, in_optimizer=in_optimizer)
+        local = judge.local_of(value, in_optimizer=in_optimizer)
         if local is not None:
             found[name] = local
     elif isinstance(value, Mapping):
@@ -238,7 +237,7 @@ def samples_of_state(state: dict[str, Any]) -> GetSums:
 
 def _due(state: Mapping[str, Any], paths: Paths, *, are_cut: bool) -> dict[str, bool]:
     """Return the names of the tensors to compare, and for each whether it `is_free`."""
-    rank_count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    rank_count = _rank_count()
     if rank_count == 1:
         return {}
     due: dict[str, bool] = {}
@@ -255,6 +254,10 @@ def _due(state: Mapping[str, Any], paths: Paths, *, are_cut: bool) -> dict[str, 
             elif are_cut and is_plain(value) and value.nbytes >= CUT_TENSOR_BYTES_MIN and value.shape[:1] > (1,):
                 due[name] = True
     return due
+
+
+def _rank_count() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _optimizers_in(paths: Paths) -> set[tuple[Any, ...]]:

@@ -22,7 +22,7 @@ from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, part_name, write_part
 from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_done, tell_done
-from fastpersist.dcp.plan_comparison import GetSums
+from fastpersist.dcp.plan_comparison import GetSums, sample
 from fastpersist.distributed.group_save import PeerDirectorySave
 from fastpersist.distributed.messages import preferring_failure_of_others
 from fastpersist.errors import ConfigError, InternalError, StorageError
@@ -66,7 +66,7 @@ class ShardedFiles:
         captured = ShardedCapture(
             self._state, self.owners, arena, paranoid=paranoid, on_gate=on_gate, look=lambda: ownership
         )
-        self._get_sums = self._plans.sample(captured.state, ownership)
+        self._get_sums = sample(captured.state, ownership)
         self._state = None
         self._captured = captured
         return CapturedFile(captured.capture, captured.snapshot, captured.size_bytes)
