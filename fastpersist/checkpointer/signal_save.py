@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import operator
 import os
 import signal
 import threading
@@ -64,6 +65,7 @@ class SignalSave:
         self._is_saved = is_saved
         self._make_state: MakeState | None = None
         self._previous: dict[int, Any] = {}
+        self._passed_on: dict[int, Any] = {}  # handlers for those who have replaced ours, and still call it
         self._noted: list[int] = []  # each signal once, in the order in which they came
         self._is_told = False
         self._agreement: StopAgreement | None = None
@@ -94,8 +96,9 @@ class SignalSave:
         if grace_s is not None:
             self._grace = GracePeriod(grace_s, self._end_without)
         try:
-            for number in signals:
-                self._previous[number] = signal.signal(number, self._note)
+            for number in dict.fromkeys(map(operator.index, signals)):
+                previous = signal.signal(number, self._note)
+                self._previous[number] = self._passed_on.pop(number, None) if previous == self._note else previous
             if not self._previous:
                 raise ValueError("it names none")
         except (OSError, TypeError, ValueError) as error:
@@ -117,13 +120,18 @@ class SignalSave:
     def uninstall(self) -> None:
         """Put the earlier handlers back, except where somebody else has replaced ours meanwhile.
 
+        Who has replaced ours may call it later, as the handler before his: then it calls the earlier one.
+
         For a signal that was noted, and for which nothing is saved yet, the earlier handler runs now.
         """
         previous, self._previous = self._previous, {}
         noted, self._noted = self._noted, []
         for number, handler in previous.items():
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                earlier = _in_use(handler, number)
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+            else:
+                self._passed_on[number] = handler
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -193,7 +201,9 @@ class SignalSave:
         self._go_on_with_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._process != os.getpid():  # a forked child inherits the handler, and saves nothing
+        if self._make_state is None:
+            self._go_on(number, self._passed_on.get(number))
+        elif self._process != os.getpid():  # a forked child inherits the handler, and saves nothing
             self._go_on(number, self._previous.get(number))
         elif number not in self._noted:
             self._noted.append(number)
@@ -286,3 +296,10 @@ class SignalSave:
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _in_use(handler: Any, number: int) -> Any:
+    """Return a handler; for one of a SignalSave that was uninstalled, the one before it."""
+    while isinstance(owner := getattr(handler, "__self__", None), SignalSave) and not owner.is_installed:
+        handler = owner._passed_on.get(number)
+    return handler

@@ -348,6 +348,38 @@ def test_each_of_two_signals_goes_on(tmp_path: Path, previous: Previous) -> None
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_signal_that_is_named_twice_goes_on_once(tmp_path: Path, previous: Previous) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_on_signal(lambda: (1, {}), [signal.SIGUSR1, int(signal.SIGUSR1)])
+        send()
+        checkpointer.poll()
+        assert previous.steps == [[1]]
+
+
+def test_checkpointers_that_close_in_the_order_in_which_they_began_put_the_handler_back(
+    tmp_path: Path, previous: Previous
+) -> None:
+    first, second = (fp.Checkpointer(tmp_path / name) for name in "ab")
+    for checkpointer in (first, second):
+        checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+    first.close()
+    second.close()
+    send()
+    assert len(previous.steps) == 1
+
+
+def test_signal_goes_on_past_a_checkpointer_that_is_closed(tmp_path: Path, previous: Previous) -> None:
+    first, second = (fp.Checkpointer(tmp_path / name) for name in "ab")
+    for checkpointer in (first, second):
+        checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+    first.close()
+    send()
+    second.poll()
+    assert second.steps() == [1]
+    assert len(previous.steps) == 1
+    second.close()
+
+
 # --- what goes wrong is told
 
 
@@ -413,7 +445,7 @@ def test_what_cannot_be_called_or_handled_is_refused(tmp_path: Path, previous: P
         for bad in ((1, {}), None, {"step": 1}):
             with pytest.raises(fp.ConfigError, match=r"make_state is a function .* cannot be called"):
                 checkpointer.save_on_signal(bad, SIGNALS)  # type: ignore[arg-type]
-        for signals in (signal.SIGUSR1, (signal.SIGUSR1, signal.SIGKILL), (signal.SIGUSR1, "SIGTERM"), (0,), ()):
+        for signals in (signal.SIGUSR1, (signal.SIGUSR1, signal.SIGKILL), (signal.SIGUSR1, "SIGTERM"), (10.0,), (0,), ()):
             with pytest.raises(fp.ConfigError, match="signals are those that can be handled"):
                 checkpointer.save_on_signal(lambda: (1, {}), signals)  # type: ignore[arg-type]
             assert signal.getsignal(signal.SIGUSR1) is previous
