@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.distributed.group_save import Writers, save_together, save_together_async, together_with
+from fastpersist.distributed.peers import rank_in
 from fastpersist.distributed.shared_reader import reader_for
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.events.delivery import emit
@@ -130,7 +131,7 @@ def save(
 
 
 def _telling_of_save(path: str, group: ProcessGroup | None, save: Callable[[], SaveReport]) -> SaveReport:
-    rank = 0 if group is None else dist.get_rank(group)
+    rank = 0 if group is None else rank_in(group)
     emit("save_begun", path, {}, rank=rank)
     try:
         report = save()

@@ -48,6 +48,7 @@ from fastpersist.commit.step_listing import commits_of, committed_steps, in_comm
 from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.partition import require_writers
+from fastpersist.distributed.peers import rank_in
 from fastpersist.distributed.stop_agreement import StopAgreement
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FastPersistError, SkippedError
 from fastpersist.formats.manifest import checked_step
@@ -232,7 +233,8 @@ class Checkpointer(Uncopied):
             process_group: Of all ranks that save from now on; None if this process is alone.
 
         Raises:
-            ConfigError: This object is closed; or the root of some rank, or `busy`, cannot be used with the group.
+            ConfigError: This object is closed; torch does not know the group; or the root of some rank, or `busy`,
+                cannot be used with the group.
             PeerError: Another rank of the new group is gone, or refuses. Call rebind() again with a group that works;
                 until then this object saves nothing with other ranks.
             CoordinationError: The ranks cannot reach each other.
@@ -240,6 +242,8 @@ class Checkpointer(Uncopied):
         Thread safety: the training thread only.
         """
         self._refuse_unusable()
+        if process_group is not None:
+            rank_in(process_group)  # before anything is given up
         if self._bound.ranks is not None:
             self._give_up("the Checkpointer was bound to another process group")
         self._queue.join(None)

@@ -55,6 +55,7 @@ from fastpersist.distributed.peers import (
     loopback_place,
     own_hosts,
     own_process,
+    rank_in,
     refuse_other_versions,
 )
 from fastpersist.distributed.sessions import WAKE_S, Session
@@ -128,9 +129,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        rank, count = dist.get_rank(process_group), dist.get_world_size(process_group)
-        if rank < 0:
-            raise ConfigError("this process is not a rank of the process group that it wants to save with")
+        rank, count = rank_in(process_group), dist.get_world_size(process_group)
 
         def exchange(own: Any) -> list[Any]:
             found: list[Any] = [None] * count

@@ -29,6 +29,7 @@ from fastpersist.distributed.coordinator_save import CoordinatorSave
 from fastpersist.distributed.follower_file import FollowerFile
 from fastpersist.distributed.follower_save import FollowerSave
 from fastpersist.distributed.partition import choose_writers, require_writers
+from fastpersist.distributed.peers import rank_in
 from fastpersist.distributed.replica_check import replicas_in, replicas_of
 from fastpersist.distributed.shared_file import SaveGroup
 from fastpersist.errors import ConfigError, SkippedError, UnsupportedError
@@ -83,8 +84,7 @@ def ranks_of(process_group: ProcessGroup, path: str) -> tuple[Ranks, int | None]
         ConfigError: This process is not in the group.
         CoordinationError: The ranks cannot reach each other.
     """
-    if dist.get_rank(process_group) < 0:
-        raise ConfigError("this process is not a rank of the process group that it wants to save with")
+    rank_in(process_group)
     met = _met.get(process_group)
     if met is None:
         ranks = Ranks.meet(process_group)

@@ -23,6 +23,7 @@ __all__ = [
     "loopback_place",
     "own_hosts",
     "own_process",
+    "rank_in",
     "refuse_other_versions",
     "require_descriptors",
 ]
@@ -31,6 +32,26 @@ _log = logging.getLogger("fastpersist")
 
 _SIOCGIFADDR = 0x8915
 _OTHER_DESCRIPTOR_COUNT = 256  # left for the files of saves, and for what the program opens
+
+
+def rank_in(process_group: Any) -> int:
+    """Return this process's rank in a group.
+
+    Raises:
+        ConfigError: It is not in the group, or torch does not know the group.
+    """
+    import torch.distributed as dist
+
+    try:
+        rank = dist.get_rank(process_group)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"torch knows no such process_group: it was destroyed, or this {type(process_group).__name__} is none; "
+            "pass one that is alive, or None if this process is alone"
+        ) from error
+    if rank < 0:
+        raise ConfigError("this process is not a rank of the process group that it was given")
+    return rank
 
 
 def own_process() -> tuple[int, str, str]:

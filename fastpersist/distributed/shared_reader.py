@@ -53,9 +53,9 @@ from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.messages import error_as_json, error_from_json
 from fastpersist.distributed.partition import CUT_BYTES_MIN
+from fastpersist.distributed.peers import rank_in
 from fastpersist.errors import (
     AgreementTimeoutError,
-    ConfigError,
     CoordinationError,
     FastPersistError,
     InternalError,
@@ -162,10 +162,8 @@ class SharedReader:
     """
 
     def __init__(self, process_group: ProcessGroup, subject: str = "a file", *, way: str = "auto") -> None:
-        if not dist.is_available() or not dist.is_initialized() or dist.get_rank(process_group) < 0:
-            raise ConfigError(f"cannot load {subject}: this process is not in the process group that was given")
         self._group = process_group
-        self._rank = dist.get_rank(process_group)
+        self._rank = rank_in(process_group)
         self._count = dist.get_world_size(process_group)
         self._subject = subject
         self._way = way

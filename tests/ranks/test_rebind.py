@@ -166,6 +166,30 @@ def test_group_that_is_destroyed_is_named_by_what_needs_it(tmp_path: Path, is_de
     run_ranks(2, work)
 
 
+def test_a_group_that_torch_does_not_know_is_refused_everywhere(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> None:
+        run = Run(SIZES)
+        destroyed: Any = dist.new_group([0, 1])
+        dist.destroy_process_group(destroyed)
+        checkpoints = checkpoints_at(tmp_path, run)
+        for group in (destroyed, "world", 5):
+            calls = [
+                lambda group=group: fp.save({}, tmp_path / "a.pt", process_group=group),
+                lambda group=group: fp.save_async({}, tmp_path / "a.pt", process_group=group),
+                lambda group=group: fp.load(tmp_path / "a.pt", process_group=group),
+                lambda group=group: fp.load_into(tmp_path / "a.pt", {}, process_group=group),
+                lambda group=group: fp.Checkpointer(tmp_path / "b", process_group=group),
+                lambda group=group: checkpoints.rebind(group),
+            ]
+            for call in calls:
+                with pytest.raises(fp.ConfigError, match="torch knows no such process_group"):
+                    call()
+        checkpoints.save(1, run.advance().state()).result()  # still with its own group
+        checkpoints.close()
+
+    run_ranks(2, work)
+
+
 def test_sharded_steps_are_planned_anew(tmp_path: Path) -> None:
     root = tmp_path / "run"
 

@@ -445,7 +445,14 @@ def test_what_cannot_be_called_or_handled_is_refused(tmp_path: Path, previous: P
         for bad in ((1, {}), None, {"step": 1}):
             with pytest.raises(fp.ConfigError, match=r"make_state is a function .* cannot be called"):
                 checkpointer.save_on_signal(bad, SIGNALS)  # type: ignore[arg-type]
-        for signals in (signal.SIGUSR1, (signal.SIGUSR1, signal.SIGKILL), (signal.SIGUSR1, "SIGTERM"), (10.0,), (0,), ()):
+        for signals in (
+            signal.SIGUSR1,
+            (signal.SIGUSR1, signal.SIGKILL),
+            (signal.SIGUSR1, "SIGTERM"),
+            (10.0,),
+            (0,),
+            (),
+        ):
             with pytest.raises(fp.ConfigError, match="signals are those that can be handled"):
                 checkpointer.save_on_signal(lambda: (1, {}), signals)  # type: ignore[arg-type]
             assert signal.getsignal(signal.SIGUSR1) is previous
