@@ -45,6 +45,7 @@ from fastpersist.checkpointer.step_saver import (
     StepSaver,
 )
 from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order, read_commits
+from fastpersist.distributed.common_steps import refuse_together, require_same
 from fastpersist.distributed.group_save import Writers
 from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.partition import require_writers
@@ -695,9 +696,7 @@ class Checkpointer(Uncopied):
         """
         if self._process == os.getpid():
             self._queue.join(None)
-        require_keys(keys)
-        if isinstance(step, str) and step != "best":
-            raise ConfigError(f'a step is an int, "best", or None for the newest one; not {step!r}')
+        step = self._agreed_step(step, keys, missing_ok)
         options = LoadOptions(
             map_location,
             into,
@@ -722,8 +721,28 @@ class Checkpointer(Uncopied):
             step = find_best(self._path, options, self._retention, missing_ok=missing_ok)
             if step is None:
                 return None
-        number = checked_step(step)
-        found = load_step(self._path, number, options, missing_ok=missing_ok)
+        found = load_step(self._path, step, options, missing_ok=missing_ok)
         if found is not None:
-            resumed(number)
+            resumed(step)
+        return found
+
+    def _agreed_step(self, step: Any, keys: Any, missing_ok: bool) -> int | Literal["best"] | None:
+        """Return the step to load; raise on all ranks if one of them was given what makes no sense, or another one."""
+        found: int | Literal["best"] | None = None
+        why_not = ""
+        try:
+            require_keys(keys)
+            if isinstance(step, str):
+                if step != "best":
+                    raise ConfigError(f'a step is an int, "best", or None for the newest one; not {step!r}')
+                found = "best"
+            elif step is not None:
+                found = checked_step(step)
+        except ConfigError as error:
+            if self._bound.process_group is None:
+                raise
+            why_not = str(error)
+        if (group := self._bound.process_group) is not None:
+            refuse_together(group, self._path, why_not)
+            require_same(group, self._path, "step and missing_ok", (found, bool(missing_ok)))
         return found

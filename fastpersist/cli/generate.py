@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastpersist.cli.argument_types import positive
 from fastpersist.cli.terminal import EXIT_GOOD, printable, size_text
 from fastpersist.display import rate_text
-from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: Options make no sense, or DIR has no such model.
-        UnsupportedError: transformers, or the model's tokenizer, is missing.
+        UnsupportedError: transformers, or the model's tokenizer, is missing; or transformers cannot make the model.
         StorageError: A weight cannot be read.
     """
     _check(arguments)
@@ -87,12 +87,20 @@ def run(arguments: argparse.Namespace) -> int:
     transformers.utils.logging.disable_progress_bar()
     tokenizer = None if arguments.prompt_len else _tokenizer(transformers, arguments.directory)
     texts = _texts(arguments)
-    model = from_pretrained(
-        arguments.directory,
-        device_map=arguments.device,
-        dtype=arguments.dtype,
-        budget_bytes=arguments.budget,
-    )
+    try:
+        model = from_pretrained(
+            arguments.directory,
+            device_map=arguments.device,
+            dtype=arguments.dtype,
+            budget_bytes=arguments.budget,
+        )
+    except FastPersistError:
+        raise
+    except (ImportError, KeyError, OSError, ValueError) as error:  # of transformers
+        raise UnsupportedError(
+            f"{arguments.directory} has no causal language model that transformers can make: "
+            f"{printable(str(error).splitlines()[0][:200])}"
+        ) from error
     with model.weight_stream as stream:
         if tokenizer is None:
             vocabulary_count = model.config.get_text_config().vocab_size

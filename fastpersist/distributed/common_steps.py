@@ -41,16 +41,16 @@ def hearing_all(root: str, doing: str) -> Iterator[None]:
 
 
 def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> None:
-    """Raise on all ranks if one of them refuses its root.
+    """Raise on all ranks if one of them refuses what it was given.
 
     Args:
         process_group: All its ranks call this.
         root: This rank's.
-        why_not: Why this rank refuses it; "" if it does not.
+        why_not: Why this rank refuses; "" if it does not.
 
     Raises:
-        ConfigError: This rank refuses it.
-        PeerError: Another rank refuses its root, or is gone.
+        ConfigError: This rank refuses.
+        PeerError: Another rank refuses, or is gone.
     """
     told = [""] * dist.get_world_size(process_group)
     with hearing_all(root, "looking at"):
@@ -59,7 +59,7 @@ def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> Non
         raise ConfigError(why_not)
     for rank, other in enumerate(told):
         if other:
-            raise PeerError(f"rank {rank} cannot save: {other}", rank=rank, subject=root)
+            raise PeerError(f"rank {rank} cannot go on: {other}", rank=rank, subject=root)
 
 
 def require_same(process_group: ProcessGroup, root: str, option: str, value: object) -> None:

@@ -49,7 +49,8 @@ class _Renamed(NamedTuple):
 def _renamed(path: str, value: Any, rename: Rename, entries_of: Entries) -> Iterator[_Renamed]:
     """Yield what nested dicts hold, by old and new names."""
     new_name = partial(names.renamed, prefixes=rename) if isinstance(rename, Mapping) else rename
-    if not callable(new_name):
+    is_of_texts = not isinstance(rename, Mapping) or all(isinstance(old, str) for old in rename)
+    if not callable(new_name) or not is_of_texts:
         raise ConfigError(f"rename= is a function of a name, or a dict of prefixes, not {rename!r}")
     old_names: dict[str, str] = {}
     for inside, old, item in _flat(value, entries_of):

@@ -63,13 +63,16 @@ class Choice(NamedTuple):
 
 
 def require_keys(keys: object) -> None:
-    """Refuse a text in place of a list of texts, which would be a list of letters.
+    """Refuse what is no list of texts, also a text, which would be a list of letters.
 
     Raises:
-        ConfigError: It is a text.
+        ConfigError: It is none.
     """
     if isinstance(keys, str):
         raise ConfigError(f"keys is a list of names and patterns, not a text: keys=[{keys!r}]")
+    is_list = isinstance(keys, Collection) and all(isinstance(key, str) for key in keys)
+    if keys is not None and not is_list:
+        raise ConfigError(f"keys is a list of names and patterns, not {keys!r}")
 
 
 def choose(root: Any, keys: Collection[str], entries_of: Entries, *, beside: Collection[object] = ()) -> Choice:

@@ -113,6 +113,24 @@ def test_newest_that_is_damaged_is_passed_over_by_all(tmp_path: Path) -> None:
     assert run_ranks(2, resume) == [1, 1]
 
 
+def test_ranks_that_ask_for_different_loads_hear_of_it_and_the_next_one_works(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> None:
+        run = Run(SIZES)
+        with fp.Checkpointer(tmp_path, optimizer=run.optimizer, process_group=dist.group.WORLD) as checkpoints:
+            checkpoints.save(1, run.advance().state()).result()
+            odd: list[dict[str, Any]] = [{"keys": "w"}, {"step": "latest"}, {"step": -1}]
+            for options in odd:
+                with pytest.raises((fp.ConfigError, fp.PeerError)) as caught:
+                    checkpoints.load(**(options if rank else {}))
+                assert type(caught.value) is (fp.ConfigError if rank else fp.PeerError)
+            for options in ({"step": 1}, {"missing_ok": True}):
+                with pytest.raises(fp.ConfigError, match="all ranks need the same step and missing_ok"):
+                    checkpoints.load(**(options if rank else {}))
+            assert checkpoints.load(torch.tensor(1) if rank else 1)["step"] == 1
+
+    run_ranks(2, work)
+
+
 def test_what_fails_to_load_on_one_rank_has_failed_on_all(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run_ranks(2, train, root, 1)

@@ -148,6 +148,12 @@ def publish(path: Path, **options: Any) -> None:
         (lambda run, path: run.load(into=[1]), "not a list"),
         (lambda run, path: run.load(1, into=5), "not a int"),
         (lambda run, path: run.load(verify="yes"), "verify"),
+        (
+            lambda run, path: fp.load(path, keys=lambda name: True),
+            "keys is a list of names and patterns, not <function",
+        ),
+        (lambda run, path: fp.load_into(path, {}, keys=5), "keys is a list of names and patterns, not 5"),
+        (lambda run, path: run.load(keys=[1]), r"keys is a list of names and patterns, not \[1\]"),
         (lambda run, path: run.load("latest"), """a step is an int, "best", or None .*; not .latest."""),
     ],
 )

@@ -84,6 +84,14 @@ def test_model_without_tokenizer_says_how_to_do_without(
     assert "--prompt-len N does without one" in capsys.readouterr().err
 
 
+def test_what_transformers_cannot_make_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{bad")
+    assert main(["generate", str(tmp_path), "--prompt-len", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "has no causal language model that transformers can make: " in said
+    assert len(said) < 500
+
+
 def test_terminal_shows_each_token_and_ctrl_c_ends_it_cleanly(model_directory: Path) -> None:
     words = ["generate", str(model_directory), "hello", "--gen-len", "1000000", "--budget", "8MiB"]
     ours, theirs = pty.openpty()

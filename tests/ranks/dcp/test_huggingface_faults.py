@@ -429,7 +429,7 @@ def test_dtypes_that_torch_does_not_have_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xyz")
     error = metadata_error(tmp_path)
     assert isinstance(error, fp.UnsupportedError)
-    assert "'six' is F6_E2M3" in str(error)
+    assert "'six' has dtype F6_E2M3" in str(error)
 
 
 @pytest.mark.parametrize(

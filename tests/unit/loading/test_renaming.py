@@ -118,9 +118,9 @@ def test_a_new_name_is_a_text(tmp_path: Path) -> None:
 
 def test_a_text_is_no_way_to_rename(tmp_path: Path) -> None:
     fp.save({"a": torch.ones(1)}, tmp_path / "file.pt")
-    prefix: Any = "model."
-    with pytest.raises(fp.ConfigError, match="a function of a name, or a dict of prefixes, not 'model"):
-        fp.load(tmp_path / "file.pt", rename=prefix)
+    for wrong in ("model.", {1: "a"}):
+        with pytest.raises(fp.ConfigError, match="a function of a name, or a dict of prefixes, not"):
+            fp.load(tmp_path / "file.pt", rename=wrong)  # type: ignore[arg-type]
 
 
 def test_what_has_no_names_is_refused(tmp_path: Path) -> None:
