@@ -66,6 +66,7 @@ class SignalSave:
         self._make_state: MakeState | None = None
         self._previous: dict[int, Any] = {}
         self._passed_on: dict[int, Any] = {}  # handlers for those who have replaced ours, and still call it
+        self._going_on: list[int] = []  # signals whose earlier handler runs
         self._noted: list[int] = []  # each signal once, in the order in which they came
         self._is_told = False
         self._agreement: StopAgreement | None = None
@@ -98,7 +99,12 @@ class SignalSave:
         try:
             for number in dict.fromkeys(map(operator.index, signals)):
                 previous = signal.signal(number, self._note)
-                self._previous[number] = self._passed_on.pop(number, None) if previous == self._note else previous
+                caller = getattr(previous, "__self__", None)
+                if previous == self._note:
+                    previous = self._passed_on.pop(number, None)
+                elif isinstance(caller, SignalSave) and caller._previous.get(number) == self._note:
+                    caller._previous[number] = self._passed_on.pop(number, None)
+                self._previous[number] = previous
             if not self._previous:
                 raise ValueError("it names none")
         except (OSError, TypeError, ValueError) as error:
@@ -201,7 +207,7 @@ class SignalSave:
         self._go_on_with_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._make_state is None:
+        if self._make_state is None or number in self._going_on:
             self._go_on(number, self._passed_on.get(number))
         elif self._process != os.getpid():  # a forked child inherits the handler, and saves nothing
             self._go_on(number, self._previous.get(number))
@@ -292,7 +298,11 @@ class SignalSave:
     def _go_on(self, number: int, previous: Any) -> None:
         """Do what the signal did before our handler was installed."""
         if callable(previous):
-            previous(number, None)
+            self._going_on.append(number)
+            try:
+                previous(number, None)
+            finally:
+                self._going_on.remove(number)
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ImportError, KeyError, OSError, ValueError) as error:  # of transformers
         raise UnsupportedError(
             f"{arguments.directory} has no causal language model that transformers can make: "
-            f"{printable(str(error).splitlines()[0][:200])}"
+            f"{printable((str(error) or type(error).__name__).splitlines()[0][:200])}"
         ) from error
     with model.weight_stream as stream:
         if tokenizer is None:

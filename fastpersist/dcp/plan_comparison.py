@@ -78,9 +78,12 @@ def sample(state: Mapping[str, Any], ownership: Ownership) -> GetSums:
         state: Nested dicts and lists of tensors.
         ownership: What optimizers own.
     """
+    rank_count = _rank_count()
+    if rank_count == 1:
+        return dict
     found: dict[str, torch.Tensor] = {}
     owned = {*ownership.stable.held, *ownership.constant.held}
-    _find_alike(state, "", found, _Judge(owned, _rank_count()), in_optimizer=False)
+    _find_alike(state, "", found, _Judge(owned, rank_count), in_optimizer=False)
     return _taken(found)
 
 

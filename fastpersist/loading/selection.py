@@ -70,8 +70,7 @@ def require_keys(keys: object) -> None:
     """
     if isinstance(keys, str):
         raise ConfigError(f"keys is a list of names and patterns, not a text: keys=[{keys!r}]")
-    is_list = isinstance(keys, Collection) and all(isinstance(key, str) for key in keys)
-    if keys is not None and not is_list:
+    if keys is not None and not isinstance(keys, Collection):
         raise ConfigError(f"keys is a list of names and patterns, not {keys!r}")
 
 

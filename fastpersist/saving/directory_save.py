@@ -27,6 +27,7 @@ from fastpersist.formats.manifest import FileEntry, checked_step, encode_manifes
 from fastpersist.saving.capture import Capture, Sources
 from fastpersist.saving.containers import Container, container_for
 from fastpersist.saving.directory_files import DirectoryFiles, FileProducer, RankSession, WriteSite, manifest_now
+from fastpersist.saving.file_save import FileOptions, save_file
 from fastpersist.saving.ownership import Owners, Ownership, step_count
 from fastpersist.saving.pacing import Spread
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
@@ -303,6 +304,28 @@ class DirectorySave(Uncopied):
         self._stats.plan_s += time.monotonic() - started_s
         self._pending.begin(capture, lambda: self._submit(lambda: self._write_file(name, planned, snapshot)))
         self._stats.stall_s += time.monotonic() - started_s
+
+    @untraced
+    def save_at_once(
+        self, obj: object, name: str, *, format: str = "auto", metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a file before this returns, for code that goes on to use it: that reads, renames or replaces it.
+
+        `publish` lists and syncs what has become of it.
+
+        Args:
+            obj: As in `save`.
+            name: Relative to `path`; its directory exists.
+            format: As in `save`.
+            metadata: As in `save`.
+
+        Raises:
+            ConfigError: A file of that name is being written in the background, or the format cannot hold the object.
+            StorageError: It cannot be written.
+        """
+        self._check_new(name)
+        options = FileOptions(durable=False, engine=self._engine, file_format=format, metadata=metadata)
+        save_file(obj, os.path.join(self.path, name), options)
 
     def save_produced(self, producer: FileProducer) -> None:
         """Have a producer write files of the directory, on the writing thread; return as `save` does.

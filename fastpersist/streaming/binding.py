@@ -153,7 +153,7 @@ def _refused_outside(name: str) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def method(tensor: ResidentParameter, *args: Any, **kwargs: Any) -> Any:
-        is_harmless = name == "requires_grad_" and args[:1] == (False,)
+        is_harmless = name == "requires_grad_" and (*args, *kwargs.values()) == (False,)
         if not is_harmless and not tensor._weight.owner.is_inside():
             _refuse(name, tensor._weight)
         return stock(tensor, *args, **kwargs)

@@ -11,9 +11,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -635,18 +636,39 @@ class WeightStream:
 
     def _outside_of_ring(self, output: Any) -> Any:
         def own(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self._own(value)
             if is_dataclass(value) and not isinstance(value, type):  # pytree knows few of them
-                for field in fields(value):
-                    held = getattr(value, field.name, None)
-                    if (outside := self._outside_of_ring(held)) is not held:
-                        object.__setattr__(value, field.name, outside)
-                return value
-            if not isinstance(value, torch.Tensor) or value.device.type != self._device.type:
-                return value
-            # Sparse and jagged tensors have several storages, none of which can be asked for here.
-            return value.clone() if value.layout != torch.strided or self._prefetch.is_in_ring(value) else value
+                self._own_inside(value, set())
+            return value
 
         return own(output) if isinstance(output, torch.Tensor) else tree_map(own, output)
+
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, cloned if it may be a view of the ring."""
+        if value.device.type != self._device.type:
+            return value
+        # Sparse and jagged tensors have several storages, none of which can be asked for here.
+        return value.clone() if value.layout != torch.strided or self._prefetch.is_in_ring(value) else value
+
+    def _own_inside(self, value: Any, seen: set[int]) -> None:
+        """Clone the views of the ring in a dataclass, and in dataclasses, lists and dicts in it, in their places."""
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        put: Callable[[Any, Any], object] = getattr(value, "__setitem__", None)  # type: ignore[assignment]
+        if is_dataclass(value) and not isinstance(value, type):
+            held: list[Any] = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+            put = partial(object.__setattr__, value)
+        elif isinstance(value, list | dict):
+            held = list(value.items() if isinstance(value, dict) else enumerate(value))
+        else:
+            return
+        for key, each in held:
+            if not isinstance(each, torch.Tensor):
+                self._own_inside(each, seen)
+            elif (own := self._own(each)) is not each:
+                put(key, own)
 
 
 # --------------------------------------------------------------------------------------------------- of a device

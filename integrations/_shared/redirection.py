@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from fastpersist import DirectorySave, PeerDirectorySave, save
+from fastpersist import DirectorySave, PeerDirectorySave
 
 from ..torch_save import routed
 from .replacement import Function, Replacement
@@ -92,8 +92,8 @@ class Redirection:
         own = self._shared is not None and not self._shared(name)
         if own and isinstance(self._files, PeerDirectorySave):
             return True  # the coordinator saves it
-        if self.at_once:  # publishing finds, syncs and lists it
-            save(obj, os.path.join(self._root, name), durable=False, format=file_format, metadata=metadata)
+        if self.at_once and isinstance(self._files, DirectorySave):
+            self._files.save_at_once(obj, name, format=file_format, metadata=metadata)
             return True
         self._files.save(
             obj, name, self._optimizer, constant=self._constant, format=file_format, metadata=metadata, own=own
@@ -129,7 +129,8 @@ def saves_into(
         The redirection, which can write at once.
 
     Raises:
-        ConfigError: In the block: a file is saved twice, but for `at_once`; or safetensors cannot hold the object.
+        ConfigError: In the block: a file is saved twice, unless both times are `at_once`; or safetensors cannot hold
+            the object.
     """
     redirection = Redirection(files, optimizer, constant, shared)
     stack = _redirections.__dict__.setdefault("stack", [])

@@ -447,10 +447,10 @@ def _why_not_whole(path: str) -> str | None:
 def _is_saved_over(path: str, names: set[str]) -> bool:
     """Tell whether a stock Trainer has saved over a checkpoint of ours, and has come to its end.
 
-    Then the files that differ from the manifest are newer than it, and trainer_state.json, which it writes last, is the
-    newest.
+    Then the files that differ from the manifest are newer than it, and one of them is trainer_state.json, the newest,
+    which a Trainer writes last. A copy in the order of names has such times, too, and the same trainer_state.json.
     """
-    if names & {"", _MANIFEST_NAME}:
+    if names & {"", _MANIFEST_NAME} or TRAINER_STATE_NAME not in names:
         return False
     try:
         ours, last = (os.stat(os.path.join(path, name)).st_mtime_ns for name in (_MANIFEST_NAME, TRAINER_STATE_NAME))

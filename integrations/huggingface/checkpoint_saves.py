@@ -363,14 +363,27 @@ def _save_files(trainer: Any, path: str, redirection: Redirection | None) -> Non
         _call(trainer, "_save_rng_state", path, redirection)
 
 
+_CALLED = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+"""The functions that save files, in the order of their calls."""
+
+
 def _call(trainer: Any, name: str, path: str, redirection: Redirection | None, **options: bool) -> None:
-    """Call a saving function of the Trainer. Overridden ones write at once, as they may go on to use their files."""
+    """Call a saving function of the Trainer.
+
+    What an overridden function saves, and what was saved before it, is written at once: it may go on to use that.
+    """
     if redirection is not None:
-        is_stock = _has_stock(trainer, ("save_model", "_save") if name == "save_model" else (name,), [Trainer])
-        if name == "save_model":
-            is_stock = is_stock and _has_stock(_model_of(trainer), ("save_pretrained",), _stock_models())
-        redirection.at_once = not is_stock
+        still_called = _CALLED[_CALLED.index(name) :]
+        redirection.at_once = not all(_is_stock(trainer, one) for one in still_called)
     getattr(trainer, name)(path, **options)
+
+
+def _is_stock(trainer: Any, name: str) -> bool:
+    """Return whether one of the functions of `_CALLED` is the Trainer's own."""
+    if name != "save_model":
+        return _has_stock(trainer, (name,), [Trainer])
+    has_stock_model = _has_stock(_model_of(trainer), ("save_pretrained",), _stock_models())
+    return has_stock_model and _has_stock(trainer, ("save_model", "_save"), [Trainer])
 
 
 def _best_checkpoint(trainer: Any, run_dir: str) -> str | None:

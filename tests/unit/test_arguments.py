@@ -153,7 +153,6 @@ def publish(path: Path, **options: Any) -> None:
             "keys is a list of names and patterns, not <function",
         ),
         (lambda run, path: fp.load_into(path, {}, keys=5), "keys is a list of names and patterns, not 5"),
-        (lambda run, path: run.load(keys=[1]), r"keys is a list of names and patterns, not \[1\]"),
         (lambda run, path: run.load("latest"), """a step is an int, "best", or None .*; not .latest."""),
     ],
 )

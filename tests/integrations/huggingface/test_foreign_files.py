@@ -53,6 +53,22 @@ def test_files_of_users_stay_as_with_a_stock_trainer(tmp_path: Path) -> None:
             assert hidden_names(output) == []
 
 
+def test_a_damaged_copy_in_the_order_of_names_is_not_whole(tmp_path: Path) -> None:
+    with working_in(tmp_path) as output:
+        attached(max_steps=2)[0].train()
+        copy = tmp_path / "copy" / "checkpoint-2"
+        copy.mkdir(parents=True)
+        for number, file in enumerate(sorted((output / "checkpoint-2").iterdir())):
+            (copy / file.name).write_bytes(file.read_bytes())
+            os.utime(copy / file.name, (number, number))
+        weights = copy / "model.safetensors"
+        times = weights.stat().st_mtime
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        os.utime(weights, (times, times))
+        with pytest.warns(RuntimeWarning, match="is not whole"), pytest.raises(fp.CheckpointNotFoundError):
+            last_checkpoint(copy.parent)
+
+
 def test_a_checkpoint_that_a_stock_trainer_has_saved_over_is_whole_once_it_is_complete(tmp_path: Path) -> None:
     with working_in(tmp_path) as output:
         attached(max_steps=4)[0].train()

@@ -322,6 +322,24 @@ def test_overridden_functions_use_the_files_that_they_save(tmp_path: Path, on_sa
         assert fp.verify(ours).ok
 
 
+class ChangesTheModel(Trainer):
+    """Replaces the model's file once the optimizer is saved."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        path = Path(output_dir) / "model.safetensors"
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+
+
+def test_an_overridden_function_changes_what_was_saved_before_it(tmp_path: Path) -> None:
+    trainer, _ = attached(output_dir=tmp_path, kind=ChangesTheModel)
+    trainer.train()
+    assert fp.verify(tmp_path / "checkpoint-8").ok
+    saved = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
+    for name, parameter in trainer.model.state_dict().items():
+        assert name not in saved or torch.equal(saved[name], parameter + 1)
+
+
 def test_a_model_uses_the_files_that_it_saves(tmp_path: Path) -> None:
     model = tiny_gpt2()
     save_pretrained = type(model).save_pretrained

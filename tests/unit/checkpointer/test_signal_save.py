@@ -380,6 +380,33 @@ def test_signal_goes_on_past_a_checkpointer_that_is_closed(tmp_path: Path, previ
     second.close()
 
 
+def test_handler_that_somebody_put_between_two_requests_runs_once(tmp_path: Path, previous: Previous) -> None:
+    runs = []
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+        ours: Any = signal.getsignal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, lambda number, frame: (runs.append(number), ours(number, frame)))
+        checkpointer.save_on_signal(lambda: (2, {}), SIGNALS)
+        send()
+        checkpointer.poll()
+        assert checkpointer.steps() == [2]
+        assert len(runs) == len(previous.steps) == 1
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_checkpointers_that_ask_in_turn_pass_a_signal_on_once(tmp_path: Path, previous: Previous) -> None:
+    first, second = (fp.Checkpointer(tmp_path / name) for name in "ab")
+    for checkpointer in (first, second, first):
+        checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+    send()
+    for checkpointer in (first, second, first, second):
+        checkpointer.poll()
+    assert first.steps() == second.steps() == [1]
+    assert len(previous.steps) == 1
+    second.close()
+    first.close()
+
+
 # --- what goes wrong is told
 
 

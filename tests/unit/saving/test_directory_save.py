@@ -22,6 +22,7 @@ from support.training import PATIENCE_S
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.events.delivery import flush
 from fastpersist.saving.capture import Kind
 from fastpersist.saving.directory_save import Alone
 from fastpersist.saving.ownership import Owners
@@ -382,3 +383,23 @@ def test_other_ranks_are_told_of_an_error_while_a_save_begins(tmp_path: Path) ->
         fp.DirectorySave(tmp_path / "step", _strategy=Fails())
     assert told == [caught.value]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_saved_at_once_is_there_and_is_published_as_it_is_then(tmp_path: Path, leak_check: None) -> None:
+    kinds: list[str] = []
+    stop = fp.events.subscribe(lambda event: kinds.append(event.path))
+    with fp.DirectorySave(tmp_path / "a") as directory:
+        for value in (1, 2):
+            directory.save_at_once({"x": torch.full((3,), value)}, "x.pt")
+            assert torch.load(Path(directory.path) / "x.pt")["x"].tolist() == [value] * 3
+        directory.save_at_once({"y": torch.ones(2)}, "y", format="safetensors", metadata={"format": "pt"})
+        os.rename(Path(directory.path) / "y", Path(directory.path) / "z")
+        directory.save(STATE, "background.pt")
+        with pytest.raises(fp.ConfigError, match=r"background\.pt is in .* already"):
+            directory.save_at_once({}, "background.pt")
+        directory.publish().result()
+    flush()
+    stop()
+    assert sorted(os.listdir(tmp_path / "a")) == ["MANIFEST.json", "background.pt", "x.pt", "z"]
+    assert fp.verify(tmp_path / "a").ok
+    assert not [path for path in kinds if "pending" in path]

@@ -104,6 +104,7 @@ def test_a_trace_is_refused(file: Path, budget: Any) -> None:
         lambda weight: weight.requires_grad_(),
         lambda weight: setattr(weight, "requires_grad", True),
         lambda weight: nn.init.zeros_(weight),
+        lambda weight: weight.requires_grad_(requires_grad=True),
     ],
 )
 @pytest.mark.parametrize("passes", [0, 1])
@@ -118,6 +119,8 @@ def test_changes_are_refused_before_the_first_forward_and_after_it(
             with pytest.raises(ConfigError, match="weight, which stay on disk"):
                 change(model[0].weight)  # type: ignore[index]
             model.requires_grad_(False)
+            if passes:
+                model[0].weight.requires_grad_(requires_grad=False)  # type: ignore[index]
             assert torch.equal(model(INPUT), loaded_whole(layers(), file)(INPUT))
 
 
@@ -145,6 +148,32 @@ class Tables(nn.Module):
 
     def forward(self) -> list[Output]:
         return [table() for table in self.tables]
+
+
+@dataclass
+class Cache:
+    """What layers fill, and the caller holds."""
+
+    keys: list[torch.Tensor]
+    owner: Any = None
+
+
+def test_a_cache_of_the_callers_stays_the_same_object_even_if_it_holds_itself(tmp_path: Path) -> None:
+    class Filling(nn.Linear):
+        def forward(self, input: Any) -> Any:
+            input.keys.append(super().forward(input.keys[-1]))
+            return input
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Filling(WIDTH, WIDTH) for _ in range(6)])
+    path = save_weights(model, tmp_path / "filling.safetensors")
+    keys = [INPUT]
+    cache = Cache(keys)
+    cache.owner = {"cache": cache}
+    with fp.stream(model, path), torch.no_grad():
+        assert model(cache) is cache
+    assert cache.keys is keys
+    assert len(keys) == 7
 
 
 def test_views_of_weights_in_dataclasses_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
