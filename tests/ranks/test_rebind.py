@@ -135,7 +135,9 @@ def test_process_that_is_left_alone_goes_on_alone(tmp_path: Path) -> None:
         checkpoints.save(1, run.advance().state()).result()
         if rank == 0:
             checkpoints.close()
+            dist.barrier()
             return
+        dist.barrier()  # the root is rank 0's until it has closed
         checkpoints.rebind(None)
         with checkpoints:
             checkpoints.save(2, run.advance().state())
