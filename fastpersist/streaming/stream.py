@@ -656,12 +656,14 @@ class WeightStream:
         if id(value) in seen:
             return
         seen.add(id(value))
-        put: Callable[[Any, Any], object] = getattr(value, "__setitem__", None)  # type: ignore[assignment]
+        put: Callable[[Any, Any], object]
         if is_dataclass(value) and not isinstance(value, type):
             held: list[Any] = [(field.name, getattr(value, field.name, None)) for field in fields(value)]
             put = partial(object.__setattr__, value)
-        elif isinstance(value, list | dict):
-            held = list(value.items() if isinstance(value, dict) else enumerate(value))
+        elif isinstance(value, dict):
+            held, put = list(value.items()), value.__setitem__
+        elif isinstance(value, list):
+            held, put = list(enumerate(value)), value.__setitem__
         else:
             return
         for key, each in held:
