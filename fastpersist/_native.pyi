@@ -374,14 +374,16 @@ class RowRequest:
 class RowHold:
     """Cached rows that a device copies from where they lie; it keeps their store from being closed."""
 
-    def find(self, ids: int, count: int, slots: int, others: int) -> int:
-        """Hold those of some ids that are cached, and return how many are not.
+    def gather(self, ids: int, count: int, scratch: int, others: int, target: int, stream: int) -> int:
+        """Start to copy the cached rows of some ids to the device; return how many are not cached.
 
         Args:
             ids: Their address.
-            count: How many they are.
-            slots: Address of as many int32: for each id the place of its row in the cache; 2³¹ - 1: it has none.
-            others: Address of as many int64: the places of the ids that have none.
+            count: How many they are; at most 2³¹ - 1.
+            scratch: Address of twice as many int32, pinned; like the ids, it stays until the stream has done the work.
+            others: Address of as many int64: the places of the ids that are not cached.
+            target: Address of the rows of all ids on the device.
+            stream: Of the device; it does the work.
         """
     def end(self, taken_count: int) -> None:
         """End the hold, of which so many rows came to the request."""
@@ -416,10 +418,8 @@ class RowStore:
         """Keep the cached ones of these rows; return for how many ids there is no cached row."""
     def count_kept(self) -> int:
         """Return how many rows are kept in the cache."""
-    def pin_cache(self, device: int) -> tuple[int, int]:
-        """Pin what the cache holds; return its address, and how many of its slots, from the first on, are pinned."""
-    def hold(self, batch: int, slot_count: int) -> RowHold:
-        """Begin to hold rows in the first slots of the cache for a request."""
+    def hold(self, device: int, batch: int) -> RowHold | None:
+        """Pin what the cache holds, and begin to hold rows of it for a request; None: the device cannot gather them."""
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...
     @property

@@ -19,6 +19,7 @@
 #include "binding/waiting.h"
 #include "core/fork.h"
 #include "device/pinning.h"
+#include "device/row_kernel.h"
 #include "rows/store.h"
 
 namespace py = pybind11;
@@ -78,18 +79,29 @@ class PyRowRequest {
 // Cached rows that a device copies from where they lie. It ends at the latest with this object, and keeps the store.
 class PyRowHold {
  public:
-  PyRowHold(std::shared_ptr<RowStore> store, uint32_t batch, uint32_t slot_count)
-      : store_(std::move(store)), batch_(batch), slot_count_(slot_count), hold_(store_->BeginHold(batch)) {}
+  PyRowHold(std::shared_ptr<RowStore> store, uint32_t batch, RowKernel kernel, uint32_t slot_count)
+      : store_(std::move(store)),
+        batch_(batch),
+        kernel_(kernel),
+        slot_count_(slot_count),
+        hold_(store_->BeginHold(batch)) {}
   ~PyRowHold() { End(0); }
   PyRowHold(const PyRowHold&) = delete;
   PyRowHold& operator=(const PyRowHold&) = delete;
 
-  size_t Find(uintptr_t ids, size_t count, uintptr_t slots, uintptr_t others) const {
-    const ReleasedGil released;
-    const std::vector<int64_t> found =
-        store_->Hold(hold_, IdsAt(ids, count), batch_, slot_count_, reinterpret_cast<int32_t*>(slots));
-    std::ranges::copy(found, reinterpret_cast<int64_t*>(others));
-    return found.size();
+  size_t Gather(uintptr_t ids, size_t count, uintptr_t scratch, uintptr_t others, uint64_t target,
+                uintptr_t stream) const {
+    Result<std::vector<int64_t>> missing = [&] {
+      const ReleasedGil released;
+      auto* const slots = reinterpret_cast<int32_t*>(scratch);
+      return store_->Hold(IdsAt(ids, count), batch_, slot_count_, slots, slots + count,
+                          [&](std::span<const int32_t> held, const int32_t* places) {
+                            return kernel_.Start(stream, store_->cache_bytes(), target, held, places);
+                          });
+    }();
+    ThrowIfError(missing.status(), "");
+    std::ranges::copy(missing.value(), reinterpret_cast<int64_t*>(others));
+    return missing.value().size();
   }
   void End(uint64_t taken_count) {
     std::shared_ptr<RowStore> held = std::move(store_);
@@ -107,6 +119,7 @@ class PyRowHold {
   const uint64_t generation_ = ForkGeneration();
   std::shared_ptr<RowStore> store_;
   const uint32_t batch_;
+  const RowKernel kernel_;
   const uint32_t slot_count_;
   const uint16_t hold_;
 };
@@ -166,20 +179,16 @@ class PyRowStore {
     WithStore([&](RowStore& store) { store.Unregister(IdsAt(ids, count), batch); });
   }
 
-  // Returns where the cache is, and how many of its slots are pinned: for the first device that asks, as torch takes
-  // pinned memory for memory of one device.
-  std::pair<uintptr_t, uint32_t> PinCache(int ordinal) {
-    if (pinned_for_.value_or(ordinal) != ordinal) return {0, 0};
-    pinned_for_ = ordinal;
-    const Pin pin = PinFor(DeviceOf(ordinal));
-    return WithStore([&](RowStore& store) {
-      return std::pair(reinterpret_cast<uintptr_t>(store.cache_bytes()), store.PinCache(pin));
-    });
-  }
-  std::unique_ptr<PyRowHold> Hold(uint32_t batch, uint32_t slot_count) const {
+  // Null if this device cannot gather rows of the cache, or none is pinned.
+  std::unique_ptr<PyRowHold> Hold(int ordinal, uint32_t batch) const {
+    Device& device = DeviceOf(ordinal);
     std::shared_ptr<RowStore> open = store();
     const ReleasedGil released;
-    return std::make_unique<PyRowHold>(std::move(open), batch, slot_count);
+    std::shared_ptr<RowStore> used = std::move(open);  // as in WithStore
+    Result<RowKernel> kernel = RowKernel::Load(device, used->table().row_bytes());
+    const uint32_t slot_count = kernel.ok() ? used->PinCache(PinFor(device)) : 0;
+    if (slot_count == 0) return nullptr;
+    return std::make_unique<PyRowHold>(std::move(used), batch, kernel.value(), slot_count);
   }
 
   py::dict stats() const {
@@ -238,8 +247,7 @@ class PyRowStore {
   const uint64_t generation_ = ForkGeneration();
   const py::object owner_;  // of the positions
   std::string path_;
-  std::optional<int> pinned_for_;  // guarded by the GIL, as store_ is
-  std::shared_ptr<RowStore> store_;
+  std::shared_ptr<RowStore> store_;  // guarded by the GIL
 };
 
 }  // namespace
@@ -252,7 +260,8 @@ void BindRows(py::module_& m) {
       .def("cancel", &PyRowRequest::Cancel, py::arg("why"));
 
   py::class_<PyRowHold>(m, "RowHold")
-      .def("find", &PyRowHold::Find, py::arg("ids"), py::arg("count"), py::arg("slots"), py::arg("others"))
+      .def("gather", &PyRowHold::Gather, py::arg("ids"), py::arg("count"), py::arg("scratch"), py::arg("others"),
+           py::arg("target"), py::arg("stream"))
       .def("end", &PyRowHold::End, py::arg("taken_count"));
 
   py::class_<PyRowStore>(m, "RowStore")
@@ -278,8 +287,7 @@ void BindRows(py::module_& m) {
       .def("unregister", &PyRowStore::Unregister, py::arg("ids"), py::arg("count"), py::arg("batch"))
       .def("keep", &PyRowStore::Keep, py::arg("ids"), py::arg("count"))
       .def("count_kept", &PyRowStore::CountKept)
-      .def("pin_cache", &PyRowStore::PinCache, py::arg("device"))
-      .def("hold", &PyRowStore::Hold, py::arg("batch"), py::arg("slot_count"))
+      .def("hold", &PyRowStore::Hold, py::arg("device"), py::arg("batch"))
       .def("stats", &PyRowStore::stats)
       .def("close", &PyRowStore::Close)
       .def_property_readonly("engine", &PyRowStore::engine)

@@ -95,6 +95,7 @@ Status Load(CudaDriver& driver) {
   find(driver.DeviceGetCount, "cuDeviceGetCount");
   find(driver.DeviceGet, "cuDeviceGet");
   find(driver.DeviceGetPCIBusId, "cuDeviceGetPCIBusId");
+  find(driver.DeviceGetAttribute, "cuDeviceGetAttribute");
   find(driver.DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
   find(driver.CtxPushCurrent, "cuCtxPushCurrent_v2");
   find(driver.CtxPopCurrent, "cuCtxPopCurrent_v2");
@@ -114,6 +115,9 @@ Status Load(CudaDriver& driver) {
   find(driver.MemFree, "cuMemFree_v2");
   find(driver.MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2");
   find(driver.MemsetD8Async, "cuMemsetD8Async");
+  find(driver.ModuleLoadData, "cuModuleLoadData");
+  find(driver.ModuleGetFunction, "cuModuleGetFunction");
+  find(driver.LaunchKernel, "cuLaunchKernel");
   find(driver.StreamIsCapturing, "cuStreamIsCapturing");
   find(driver.ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
   if (missing != nullptr) {

@@ -17,6 +17,8 @@ using CudaAddress = uint64_t;  // CUdeviceptr
 using CudaContext = struct CudaContextTag*;
 using CudaStream = struct CudaStreamTag*;  // null: the legacy default stream
 using CudaEvent = struct CudaEventTag*;
+using CudaModule = struct CudaModuleTag*;
+using CudaFunction = struct CudaFunctionTag*;
 
 constexpr CudaResult kCudaSuccess = 0;
 constexpr CudaResult kCudaNotReady = 600;
@@ -35,6 +37,7 @@ struct CudaDriver {
   CudaResult (*DeviceGetCount)(int* count);
   CudaResult (*DeviceGet)(CudaDeviceId* device, int ordinal);
   CudaResult (*DeviceGetPCIBusId)(char* text, int size, CudaDeviceId device);
+  CudaResult (*DeviceGetAttribute)(int* value, int attribute, CudaDeviceId device);
   CudaResult (*DevicePrimaryCtxRetain)(CudaContext* context, CudaDeviceId device);
   CudaResult (*CtxPushCurrent)(CudaContext context);  // cuCtxPushCurrent_v2
   CudaResult (*CtxPopCurrent)(CudaContext* context);  // cuCtxPopCurrent_v2
@@ -54,6 +57,11 @@ struct CudaDriver {
   CudaResult (*MemFree)(CudaAddress address);                                                                   // …_v2
   CudaResult (*MemcpyDtoDAsync)(CudaAddress target, CudaAddress source, size_t size_bytes, CudaStream stream);  // …_v2
   CudaResult (*MemsetD8Async)(CudaAddress target, unsigned char value, size_t size_bytes, CudaStream stream);
+  CudaResult (*ModuleLoadData)(CudaModule* module, const void* image);
+  CudaResult (*ModuleGetFunction)(CudaFunction* function, CudaModule module, const char* name);
+  CudaResult (*LaunchKernel)(CudaFunction function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z,
+                             unsigned threads_x, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,
+                             CudaStream stream, void** arguments, void** extra);
   CudaResult (*StreamIsCapturing)(CudaStream stream, int* status);  // 0: it is not
   CudaResult (*ThreadExchangeStreamCaptureMode)(int* mode);         // swaps the calling thread's mode and *mode
   // NOLINTEND(readability-identifier-naming)

@@ -26,6 +26,13 @@ size_t PlaceFor(uint64_t hash, size_t count) {
 }
 uint16_t TagOf(uint64_t row) { return static_cast<uint16_t>(HashOf(row) & 0xfff0); }
 
+// Make room in an empty vector, of huge pages: look-ups are at random.
+template <class Value>
+void ReserveHuge(std::vector<Value>& values, size_t count) {
+  values.reserve(count);
+  AdviseHugePages({{reinterpret_cast<std::byte*>(values.data()), count * sizeof(Value)}});
+}
+
 }  // namespace
 
 RowCache::RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count)
@@ -34,9 +41,10 @@ RowCache::RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uin
       row_bytes_(row_bytes),
       slot_count_(slot_count),
       fork_generation_(ForkGeneration()),
-      directory_(uint64_t{slot_count} * kPlacesPerSlot, kNoSlot),
       cells_(uint64_t{slot_count} * kCellsPerSlot) {
-  entries_.reserve(slot_count);
+  ReserveHuge(entries_, slot_count);
+  ReserveHuge(directory_, uint64_t{slot_count} * kPlacesPerSlot);
+  directory_.assign(uint64_t{slot_count} * kPlacesPerSlot, kNoSlot);
 }
 
 RowCache::~RowCache() {
@@ -99,12 +107,9 @@ uint16_t RowCache::BeginHold() {
   return last_hold_;
 }
 
-void RowCache::Hold(uint32_t slot, uint16_t hold) const {
-  const std::atomic_ref<uint16_t> last(entries_[slot].hold);
-  uint16_t so_far = last.load(std::memory_order_relaxed);
-  while (!IsHeld(so_far) || SinceFirst(so_far) < SinceFirst(hold)) {  // an older hold does not replace a newer one
-    if (last.compare_exchange_weak(so_far, hold, std::memory_order_relaxed)) return;
-  }
+void RowCache::Hold(uint32_t slot) const {
+  // All threads write the same number, as no hold begins meanwhile: none undoes what another one has written.
+  std::atomic_ref(entries_[slot].hold).store(last_hold_, std::memory_order_relaxed);
 }
 
 void RowCache::EndHold(uint16_t hold) { holds_.erase(std::ranges::find(holds_, hold)); }

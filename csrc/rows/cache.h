@@ -45,7 +45,7 @@ class RowCache {
   void PrefetchEntry(uint64_t row) const {
     if (directory_.empty()) return;
     const uint32_t slot = directory_[HomeOf(row)];
-    if (slot != kNoSlot) __builtin_prefetch(&entries_[slot]);
+    if (slot != kNoSlot) __builtin_prefetch(&entries_[slot], /*rw=*/1);  // a hit is counted there
   }
   void PrefetchBytes(uint32_t slot) const {
     const std::byte* const bytes = BytesOf(slot);  // the processor foresees the rest of a long row
@@ -76,7 +76,7 @@ class RowCache {
   // A hold keeps the bytes of slots as they are, for who reads them without the owner's lock: rows are evicted, if at
   // all, from other slots. Any number of threads may hold slots at once.
   uint16_t BeginHold();
-  void Hold(uint32_t slot, uint16_t hold) const;
+  void Hold(uint32_t slot) const;  // until all holds that have begun so far have ended
   void EndHold(uint16_t hold);
 
   struct Admission {

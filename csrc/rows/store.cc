@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <system_error>
 #include <utility>
 
@@ -27,6 +29,8 @@ constexpr size_t kTouchedBytesMin = size_t{1} << 20;
 constexpr size_t kOwnMappingBytesMin = size_t{32} << 20;
 constexpr size_t kBytesPerThread = size_t{1} << 20;     // of copies that are worth a thread
 constexpr size_t kIdsPerThread = size_t{1} << 14;       // of look-ups that are worth one
+constexpr size_t kHeldAtFirst = size_t{1} << 11;        // ids whose rows are held before they are taken
+constexpr size_t kHeldAtOnce = size_t{1} << 14;         // later
 constexpr uint64_t kPinnedAtOnce = uint64_t{64} << 20;  // each time takes system calls, and a place in a driver's table
 
 uint64_t FlightOf(uint32_t number, size_t read) { return (uint64_t{number} << 32) | read; }
@@ -329,28 +333,63 @@ uint16_t RowStore::BeginHold(uint32_t batch) {
   return cache_->BeginHold();
 }
 
-std::vector<int64_t> RowStore::Hold(uint16_t hold, std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
-                                    int32_t* slots) {
+Result<std::vector<int64_t>> RowStore::Hold(std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
+                                            int32_t* slots, int32_t* places, const TakeHeld& take) {
   const size_t thread_count = std::min<size_t>(options_.copy_thread_count, ids.size() / kIdsPerThread);
+  std::mutex failure_mutex;
+  Status failure;
   std::vector<int64_t> missing = InShares<int64_t>(
       ids, thread_count, [&](std::span<const int64_t> some, size_t first, std::vector<int64_t>& missing_of) {
-        for (size_t from = 0; from < some.size(); from += kLockedCount) {
-          const std::shared_lock lock(lock_);
-          const auto locked = some.subspan(from, std::min(kLockedCount, some.size() - from));
-          LookUp(locked, [&](size_t i, uint64_t, uint32_t slot) {
-            const size_t place = first + from + i;
-            if (slot >= slot_count) {  // or kNoSlot
-              missing_of.push_back(static_cast<int64_t>(place));
-              slots[place] = kNotHeld;
-              return;
-            }
-            cache_->Hold(slot, hold);
-            CountHit(slot, batch);
-            slots[place] = static_cast<int32_t>(slot);
-          });
+        std::vector<Held> held;
+        // Few at first, so that who takes them begins soon.
+        for (size_t from = 0, count = kHeldAtFirst; from < some.size();
+             from += count, count = std::min(2 * count, kHeldAtOnce)) {
+          held.clear();
+          const size_t start = first + from;
+          HoldPiece(some.subspan(from, std::min(count, some.size() - from)), start, batch, slot_count, held,
+                    missing_of);
+          OrderBySlot(held, slots + start, places + start);
+          if (Status taken = take({slots + start, held.size()}, places + start); !taken.ok()) {
+            const std::lock_guard lock(failure_mutex);
+            failure = std::move(taken);
+            return;
+          }
         }
       });
+  if (!failure.ok()) return failure;
   return missing;
+}
+
+// `first`: the place of the first of these ids among all.
+void RowStore::HoldPiece(std::span<const int64_t> ids, size_t first, uint32_t batch, uint32_t slot_count,
+                         std::vector<Held>& held, std::vector<int64_t>& missing) {
+  for (size_t from = 0; from < ids.size(); from += kLockedCount) {
+    const std::shared_lock lock(lock_);
+    LookUp(ids.subspan(from, std::min(kLockedCount, ids.size() - from)), [&](size_t i, uint64_t, uint32_t slot) {
+      const size_t place = first + from + i;
+      if (slot >= slot_count) {  // or kNoSlot
+        missing.push_back(static_cast<int64_t>(place));
+        return;
+      }
+      cache_->Hold(slot);
+      CountHit(slot, batch);
+      held.push_back({static_cast<int32_t>(slot), static_cast<int32_t>(place)});
+    });
+  }
+}
+
+// Only about, which one pass does: a device knows few pages of host memory at a time.
+void RowStore::OrderBySlot(std::span<const Held> held, int32_t* slots, int32_t* places) const {
+  constexpr int kBits = 10;
+  const int shift = std::max(static_cast<int>(std::bit_width(cache_->slot_count())) - kBits, 0);
+  std::array<uint32_t, (size_t{1} << kBits) + 1> next = {};
+  for (const Held& one : held) ++next[(static_cast<uint32_t>(one.slot) >> shift) + 1];
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  for (const Held& one : held) {
+    const uint32_t at = next[static_cast<uint32_t>(one.slot) >> shift]++;
+    slots[at] = one.slot;
+    places[at] = one.place;
+  }
 }
 
 void RowStore::EndHold(uint16_t hold, uint64_t taken_count) {

@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -104,16 +105,19 @@ class RowStore {
   std::shared_ptr<RowRequest> Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch);
 
   // Pin those slots of the cache that are in use and not pinned yet, if they are worth it. Returns how many slots, from
-  // the first on, are pinned. Does not wait for another thread that pins. REQUIRES: `pin` is always the same.
+  // the first on, are pinned. Does not wait for another thread that pins. REQUIRES: `pin` pins for all devices.
   uint32_t PinCache(const Pin& pin);
   const std::byte* cache_bytes() const { return cache_->slab().data(); }
   // Hold cached rows for a request with this batch, as of Start, which brings the others: no other rows come into their
-  // slots before EndHold. `slots` gets the slot of each id, or kNotHeld: only the first `slot_count` slots count.
-  // Returns the places of the ids that have none. REQUIRES: as Start.
-  static constexpr int32_t kNotHeld = INT32_MAX;
+  // slots before EndHold. Only the first `slot_count` slots count. Threads look rows up; each gives those that it has
+  // found to `take`, some thousands at a time, so that who takes them may begin at once: their slots, about in
+  // ascending order, and their places among the ids. Both lie in `slots` and `places`, which have room for one of each
+  // id. Returns the places of the other ids, or the first error of `take`. REQUIRES: as Start; the ids are at most
+  // INT32_MAX.
+  using TakeHeld = std::function<Status(std::span<const int32_t> slots, const int32_t* places)>;
   uint16_t BeginHold(uint32_t batch);
-  std::vector<int64_t> Hold(uint16_t hold, std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
-                            int32_t* slots);
+  Result<std::vector<int64_t>> Hold(std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count, int32_t* slots,
+                                    int32_t* places, const TakeHeld& take);
   // `taken_count`: how many of the rows came to the request.
   void EndHold(uint16_t hold, uint64_t taken_count);
 
@@ -143,6 +147,13 @@ class RowStore {
   template <class Use>
   void LookUp(std::span<const int64_t> ids, Use use) const;
   void CountHit(uint32_t slot, uint32_t batch) const;
+  struct Held {
+    int32_t slot;
+    int32_t place;
+  };
+  void HoldPiece(std::span<const int64_t> ids, size_t first, uint32_t batch, uint32_t slot_count,
+                 std::vector<Held>& held, std::vector<int64_t>& missing);
+  void OrderBySlot(std::span<const Held> held, int32_t* slots, int32_t* places) const;
   template <class Found, class Share>
   static std::vector<Found> InShares(std::span<const int64_t> ids, size_t thread_count, Share share);
   std::vector<RowWant> CopyHits(std::span<const int64_t> ids, RowRequest& request);

@@ -6,8 +6,6 @@ allows. A gather on the host takes many threads, and a copy afterwards.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,12 +18,11 @@ from fastpersist.transfer.cuda import tell_of_pinning, why_not_native
 __all__ = ["CachedRows", "DeviceRows", "SentRows", "Split", "cached_rows", "kept_on_device", "rows_at", "send_rows"]
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-# Of shorter words, and of shorter rows, a device reads too few bytes at a time to be faster than the host.
-_WORD_BYTES_MIN = 4
-_ROW_BYTES_MIN = 512
-_GATHERED_BYTES_MIN = 2 << 20  # fewer are gathered faster by the host: a device takes a while to begin
+_WORD_BYTES_MIN = 4  # as of csrc/device/row_kernel.h
+_ROW_BYTES_MIN = 256  # of shorter rows, a device reads too few bytes at a time to be faster than the host
+_GATHERED_BYTES_MIN = 1 << 20  # fewer are gathered faster by the host: a device takes a while to begin
+_COUNT_MAX = 2**31 - 1
 _AT_ONCE_BYTES = 64 << 20  # for what is brought before it is put in its place, in the device's memory
-_HOST_POINTERS_ARE_USABLE = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 class DeviceRows(NamedTuple):
@@ -168,42 +165,35 @@ def cached_rows(
         dtype: Of the table.
         stream: Of the device, for this alone.
     """
-    row_bytes = math.prod(row_shape) * dtype.itemsize
-    ordinal = stream.device.index
-    if ids.numel() * row_bytes <= _GATHERED_BYTES_MIN or row_bytes < _ROW_BYTES_MIN or row_bytes % _WORD_BYTES_MIN:
+    count, row_bytes = ids.numel(), math.prod(row_shape) * dtype.itemsize
+    if count * row_bytes <= _GATHERED_BYTES_MIN or row_bytes < _ROW_BYTES_MIN or row_bytes % _WORD_BYTES_MIN:
         return None
-    if not _can_read_host_memory(ordinal):
+    if count > _COUNT_MAX or why_not_native():
         return None
-    address, slot_count = native.pin_cache(ordinal)
-    if slot_count == 0:
+    scratch = torch.empty((2, count), dtype=torch.int32, device="cpu", pin_memory=True)
+    other = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
+    if scratch.untyped_storage().device.type == "meta":  # of a FakeTensorMode
+        return None
+    hold = native.hold(stream.device.index, batch)
+    if hold is None:
         tell_of_pinning()
         return None
-    slots = torch.empty(ids.numel(), dtype=torch.int32, device="cpu", pin_memory=True)
-    other = torch.empty(ids.numel(), dtype=torch.int64, device="cpu", pin_memory=True)
-    if slots.untyped_storage().device.type == "meta":  # of a FakeTensorMode
-        return None
-    hold = native.hold(batch, slot_count)
-    taken_count = 0
+    found_count = 0
     try:
-        other = other[: hold.find(ids.data_ptr(), ids.numel(), slots.data_ptr(), other.data_ptr())]
-        found_count = ids.numel() - other.numel()
-        if found_count * row_bytes <= _GATHERED_BYTES_MIN:
-            return None
-        with torch.cuda.stream(stream):
-            with torch.inference_mode(False):
-                rows = torch.empty((ids.numel(), *row_shape), dtype=dtype, device=stream.device)
-            # In the order of their addresses, as a device knows few pages of host memory at a time; the others last.
-            ordered, places = slots.to(stream.device, non_blocking=True).sort()
-            cache = _host_words(address, slot_count, row_bytes, stream.device)
-            at_once = max(1, _AT_ONCE_BYTES // row_bytes)
-            for some, targets in zip(ordered[:found_count].split(at_once), places.split(at_once), strict=False):
-                _as_words(rows).index_copy_(0, targets[: some.numel()], cache.index_select(0, some))
-        taken_count = found_count
+        with torch.inference_mode(False), torch.cuda.stream(stream):
+            rows = torch.empty((count, *row_shape), dtype=dtype, device=stream.device)
+        other_count = hold.gather(
+            ids.data_ptr(), count, scratch.data_ptr(), other.data_ptr(), rows.data_ptr(), stream.cuda_stream
+        )
+        found_count = count - other_count
     finally:
         try:
             stream.synchronize()
         finally:
-            hold.end(taken_count)
+            hold.end(found_count)
+    if found_count == 0:
+        return None
+    other = other[:other_count]
     return CachedRows(rows, other, ids[other])
 
 
@@ -221,34 +211,6 @@ def _fill(rows: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None
     for some, targets in zip(found.split(at_once), places.split(at_once), strict=True):
         there = _as_words(some.to(rows.device, non_blocking=True))
         _as_words(rows).index_copy_(0, targets.to(rows.device, non_blocking=True), there)
-
-
-class _HostRows:
-    """Rows in pinned memory of the host, as torch takes them for memory of a device."""
-
-    def __init__(self, address: int, row_count: int, row_bytes: int) -> None:
-        word_bytes = next(word.itemsize for word in _WORDS if row_bytes % word.itemsize == 0)
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (row_count, row_bytes // word_bytes),
-            "typestr": f"<i{word_bytes}",
-            "version": 2,
-        }
-
-
-def _host_words(address: int, row_count: int, row_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return pinned rows as words that a device reads where they lie."""
-    return torch.as_tensor(_HostRows(address, row_count, row_bytes), device=device)
-
-
-@functools.cache
-def _can_read_host_memory(ordinal: int) -> bool:
-    """Tell whether a device reads registered memory at the host's addresses."""
-    if why_not_native():
-        return False
-    usable = ctypes.c_int()
-    ask = getattr(ctypes.CDLL(None), "cudaDeviceGetAttribute", None)  # of the runtime that torch has loaded
-    return ask is not None and ask(ctypes.byref(usable), _HOST_POINTERS_ARE_USABLE, ordinal) == 0 and usable.value == 1
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:

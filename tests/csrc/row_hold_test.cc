@@ -3,10 +3,12 @@
 //
 // row_hold_test [SCRATCH_DIRECTORY]
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <future>
-#include <iterator>
 #include <memory>
+#include <mutex>
+#include <random>
 #include <span>
 #include <vector>
 
@@ -30,8 +32,8 @@ class FullCache {
   }
   RowCache* operator->() const { return cache_.get(); }
 
-  void Hold(uint16_t hold, uint64_t from, uint64_t until) const {
-    for (uint64_t row = from; row < until; ++row) cache_->Hold(cache_->Find(row), hold);
+  void Hold(uint64_t from, uint64_t until) const {
+    for (uint64_t row = from; row < until; ++row) cache_->Hold(cache_->Find(row));
   }
   // Offer many other rows, each often enough to be better than what is there. Returns how many of the rows 0 … 63 stay.
   uint32_t CountAfterOthers(bool keep = false) {
@@ -53,7 +55,7 @@ class FullCache {
 void HeldRowsStayAndOthersGo() {
   FullCache cache;
   const uint16_t hold = cache->BeginHold();
-  cache.Hold(hold, 0, 20);
+  cache.Hold(0, 20);
   EXPECT(cache.CountAfterOthers() == 20);
   for (uint64_t row = 0; row < 20; ++row) EXPECT(cache->Find(row) == row);
   cache->EndHold(hold);
@@ -63,7 +65,7 @@ void HeldRowsStayAndOthersGo() {
 void ACacheThatIsHeldAsAWholeTakesNoRows() {
   FullCache cache;
   const uint16_t hold = cache->BeginHold();
-  cache.Hold(hold, 0, kSlotCount);
+  cache.Hold(0, kSlotCount);
   EXPECT(cache.CountAfterOthers() == kSlotCount);
   EXPECT(cache.CountAfterOthers(/*keep=*/true) == kSlotCount);
   cache->EndHold(hold);
@@ -73,26 +75,24 @@ void ACacheThatIsHeldAsAWholeTakesNoRows() {
 void RowsThatAreKeptTakeThePlacesThatAreNotHeld() {
   FullCache cache;
   const uint16_t hold = cache->BeginHold();
-  cache.Hold(hold, 0, kSlotCount - 1);
+  cache.Hold(0, kSlotCount - 1);
   EXPECT(cache.CountAfterOthers(/*keep=*/true) == kSlotCount - 1);
   cache->EndHold(hold);
 }
 
 void HoldsMayOverlapAndEndInAnyOrder() {
   for (const bool newer_ends_first : {false, true}) {
-    for (const bool newer_holds_first : {false, true}) {
-      FullCache cache;
-      const uint16_t older = cache->BeginHold();
-      const uint16_t newer = cache->BeginHold();
-      cache.Hold(newer_holds_first ? newer : older, 0, 30);
-      cache.Hold(newer_holds_first ? older : newer, 10, 40);
-      cache->EndHold(newer_ends_first ? newer : older);
-      const uint64_t from = newer_holds_first == newer_ends_first ? 10 : 0;
-      EXPECT(cache.CountAfterOthers() >= 30);
-      for (uint64_t row = from; row < from + 30; ++row) EXPECT(cache->Find(row) == row);
-      cache->EndHold(newer_ends_first ? older : newer);
-      EXPECT(cache.CountAfterOthers() == 0);
-    }
+    FullCache cache;
+    const uint16_t older = cache->BeginHold();
+    cache.Hold(0, 20);
+    const uint16_t newer = cache->BeginHold();
+    cache.Hold(10, 40);  // for both
+    cache->EndHold(newer_ends_first ? newer : older);
+    const uint64_t from = newer_ends_first ? 0 : 10;
+    EXPECT(cache.CountAfterOthers() >= 30);
+    for (uint64_t row = from; row < 40; ++row) EXPECT(cache->Find(row) == row);
+    cache->EndHold(newer_ends_first ? older : newer);
+    EXPECT(cache.CountAfterOthers() == 0);
   }
 }
 
@@ -101,10 +101,10 @@ void NumbersOfHoldsMayBeginAgain() {
   for (int i = 0; i < 200'000; ++i) {
     const uint16_t hold = cache->BeginHold();
     if (i % 9999 == 0) {
-      cache.Hold(hold, 0, kSlotCount);
+      cache.Hold(0, kSlotCount);
       cache->EndHold(hold);
       const uint16_t next = cache->BeginHold();
-      cache.Hold(next, 5, 6);
+      cache.Hold(5, 6);
       EXPECT(cache.CountAfterOthers() == 1);
       cache->EndHold(next);
       cache->Clear();
@@ -118,7 +118,7 @@ void NumbersOfHoldsMayBeginAgain() {
 void ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded() {
   FullCache cache;
   const uint16_t hold = cache->BeginHold();
-  cache.Hold(hold, 0, 1);
+  cache.Hold(0, 1);
   cache->Clear();
   EXPECT(cache->Admit(7, 0, /*keep=*/false).slot == nullptr);
   const uint16_t later = cache->BeginHold();
@@ -137,21 +137,71 @@ void RowsAreFoundWhereTheyLieAndTheOthersNamed() {
   for (const size_t count : {1, 511, 100'000}) {
     const std::vector<int64_t> ids = AllIds(count);
     std::vector<int32_t> slots(count);
+    std::vector<int32_t> places(count);
     const uint16_t hold = store->BeginHold(RowRequest::kNoBatch);
-    const std::vector<int64_t> others = store->Hold(hold, ids, RowRequest::kNoBatch, 20'000, slots.data());
+    std::mutex mutex;  // several threads look up
     std::vector<int64_t> found;
-    for (size_t i = 0; i < count; ++i) {
-      if (slots[i] == RowStore::kNotHeld) continue;
-      found.push_back(ids[i]);
-      EXPECT(slots[i] < 20'000 && IsRow(store->cache_bytes() + (slots[i] * 100), static_cast<uint64_t>(i), 100));
-    }
+    const std::vector<int64_t> others =
+        Must(store->Hold(ids, RowRequest::kNoBatch, 20'000, slots.data(), places.data(),
+                         [&](std::span<const int32_t> held, const int32_t* places_of) {
+                           const std::lock_guard lock(mutex);
+                           for (size_t i = 0; i < held.size(); ++i) {
+                             const auto row = static_cast<uint64_t>(places_of[i]);
+                             EXPECT(held[i] < 20'000 && IsRow(store->cache_bytes() + (held[i] * 100), row, 100));
+                             found.push_back(ids[row]);
+                           }
+                           return Status::Ok();
+                         }));
     EXPECT(found.size() == std::min<size_t>((count + 2) / 3, 20'000));
-    std::vector<int64_t> all;
-    std::ranges::set_union(found, others, std::back_inserter(all));
-    EXPECT(all == ids && others.size() + found.size() == count);
+    found.insert(found.end(), others.begin(), others.end());
+    std::ranges::sort(found);
+    EXPECT(found == ids);
     store->EndHold(hold, 7);
   }
   EXPECT(store->stats().hit_count == before.hit_count + 21 && store->stats().row_count == before.row_count + 21);
+}
+
+void RowsThatAreTakenComeAboutInTheOrderOfTheirSlots() {
+  const TableFiles files(100, {{0, 50'000}});
+  const auto store =
+      Must(RowStore::Open(files.Table(), {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = 50'000 * 128}));
+  ExpectRows(*store, AllIds(50'000));
+  std::vector<int64_t> ids = AllIds(50'000);
+  std::ranges::shuffle(ids, std::mt19937(1));
+  std::vector<int32_t> slots(ids.size());
+  std::vector<int32_t> places(ids.size());
+  const uint16_t hold = store->BeginHold(RowRequest::kNoBatch);
+  size_t count = 0;
+  Must(store->Hold(ids, RowRequest::kNoBatch, 50'000, slots.data(), places.data(),
+                   [&](std::span<const int32_t> held, const int32_t*) {
+                     EXPECT(std::ranges::is_sorted(held, {}, [](int32_t slot) { return slot >> 6; }));
+                     EXPECT(held.size() <= (count == 0 ? 2048 : 16384));
+                     count += held.size();
+                     return Status::Ok();
+                   }));
+  EXPECT(count == ids.size());
+  store->EndHold(hold, 0);
+}
+
+void AnErrorOfWhoTakesThemEndsAHold() {
+  const TableFiles files(100, {{0, 50'000}});
+  const auto store = Must(RowStore::Open(
+      files.Table(),
+      {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = 50'000 * 128, .copy_thread_count = 3}));
+  ExpectRows(*store, AllIds(50'000));
+  std::vector<int32_t> slots(50'000);
+  std::vector<int32_t> places(50'000);
+  const uint16_t hold = store->BeginHold(RowRequest::kNoBatch);
+  std::atomic<int> count = 0;
+  const Status status = store
+                            ->Hold(AllIds(50'000), RowRequest::kNoBatch, 50'000, slots.data(), places.data(),
+                                   [&](std::span<const int32_t>, const int32_t*) {
+                                     ++count;
+                                     return Status::Error(StatusCode::kDeviceError, "no");
+                                   })
+                            .status();
+  EXPECT(status.code() == StatusCode::kDeviceError && count <= 3);
+  store->EndHold(hold, 0);
 }
 
 void MemoryIsPinnedAsItFills() {
@@ -213,6 +263,7 @@ int main(int argc, char** argv) {
              {TEST(HeldRowsStayAndOthersGo), TEST(ACacheThatIsHeldAsAWholeTakesNoRows),
               TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld), TEST(HoldsMayOverlapAndEndInAnyOrder),
               TEST(NumbersOfHoldsMayBeginAgain), TEST(ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded),
-              TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed), TEST(MemoryIsPinnedAsItFills),
+              TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed), TEST(RowsThatAreTakenComeAboutInTheOrderOfTheirSlots),
+              TEST(AnErrorOfWhoTakesThemEndsAHold), TEST(MemoryIsPinnedAsItFills),
               TEST(OtherThreadsGoOnWithWhatIsPinnedSoFar)});
 }

@@ -206,9 +206,9 @@ def test_the_host_gathers_what_the_device_cannot(what: str, tmp_path: Path, monk
     table = torch.arange(300, dtype=torch.uint8).view(100, 3) if what == "shape" else torch.arange(100)[:, None]
     fp.write_rows(tmp_path / "table.npy", table)
     if what == "memory":
-        monkeypatch.setattr(device_rows, "_host_words", refuse_memory)
+        monkeypatch.setattr(_native.RowStore, "hold", refuse_memory)
     if what == "pins":
-        monkeypatch.setattr(_native.RowStore, "pin_cache", lambda *_: (0, 0))
+        monkeypatch.setattr(_native.RowStore, "hold", lambda *_: None)
     by_device = count_gathers_by_device(monkeypatch)
     with fp.RowStore(tmp_path / "table.npy") as opened:
         opened.keep(range(100))

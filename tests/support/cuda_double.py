@@ -145,6 +145,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "clear": (None, []),
     "set_driver_version": (None, [ctypes.c_int]),
     "set_pci_bus_id": (None, [ctypes.c_int, ctypes.c_char_p]),
+    "set_reads_host_pointers": (None, [ctypes.c_int]),
     "alloc": (ctypes.c_uint64, [ctypes.c_size_t]),
     "alloc_on": (ctypes.c_uint64, [ctypes.c_int, ctypes.c_size_t]),
     "free": (None, [ctypes.c_uint64]),

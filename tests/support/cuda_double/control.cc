@@ -91,6 +91,10 @@ EXPORT void double_set_pci_bus_id(int device, const char* text) {
   });
 }
 
+EXPORT void double_set_reads_host_pointers(int on) {
+  Locked([&](Machine& machine) { machine.reads_host_pointers = on != 0; });
+}
+
 // --- memory of the device ---
 
 EXPORT uint64_t double_alloc(size_t size_bytes) { return double_alloc_on(kAnyDevice, size_bytes); }

@@ -496,6 +496,83 @@ EXPORT int cuMemsetD8Async(uint64_t target, unsigned char byte_value, size_t siz
   return kSuccess;
 }
 
+// --- kernels: those of the product, which copy rows of host memory to their places ---
+
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  Call call("cuDeviceGetAttribute", kInit);
+  if (!call.ok()) return call.result();
+  if (device < 0 || device >= call.machine().device_count)
+    return call.Refuse(kInvalidDevice, "there is no such device");
+  constexpr int kCanUseHostPointerForRegisteredMemory = 91;
+  *value = attribute == kCanUseHostPointerForRegisteredMemory && call.machine().reads_host_pointers ? 1 : 0;
+  return kSuccess;
+}
+
+EXPORT int cuModuleLoadData(Handle* module, const void* image) {
+  Call call("cuModuleLoadData", kContext);
+  if (!call.ok()) return call.result();
+  const std::string text = static_cast<const char*>(image);
+  if (!text.starts_with(".version ")) return call.Refuse(kInvalidValue, "this is no PTX");
+  *module = call.machine().NewHandle(3);
+  call.machine().modules[*module] = text;
+  return kSuccess;
+}
+
+EXPORT int cuModuleGetFunction(Handle* function, Handle module, const char* name) {
+  Call call("cuModuleGetFunction", kContext);
+  if (!call.ok()) return call.result();
+  const auto found = call.machine().modules.find(module);
+  if (found == call.machine().modules.end()) return call.Refuse(kInvalidHandle, "there is no such module");
+  const std::string prefix = "copy_rows_";
+  const std::string wanted = name;
+  if (!wanted.starts_with(prefix) || found->second.find(".entry " + wanted + "(") == std::string::npos) {
+    return call.Refuse(kNotFound, "the module has no " + wanted);
+  }
+  *function = call.machine().NewHandle(4);
+  call.machine().row_kernels[*function] = static_cast<uint32_t>(std::stoul(wanted.substr(prefix.size())));
+  return kSuccess;
+}
+
+EXPORT int cuLaunchKernel(Handle function, unsigned blocks_x, unsigned blocks_y, unsigned blocks_z, unsigned threads_x,
+                          unsigned threads_y, unsigned threads_z, unsigned, Handle stream_id, void** arguments,
+                          void** extra) {
+  Call call("cuLaunchKernel", kContext);
+  if (!call.ok()) return call.result();
+  const auto stream = call.StreamOf(stream_id);
+  if (stream == nullptr) return call.result();
+  const auto kernel = call.machine().row_kernels.find(function);
+  if (kernel == call.machine().row_kernels.end()) return call.Refuse(kInvalidHandle, "there is no such kernel");
+  if (blocks_x == 0 || blocks_y != 1 || blocks_z != 1 || threads_x % 32 != 0 || threads_x == 0 || threads_x > 1024 ||
+      threads_y != 1 || threads_z != 1 || extra != nullptr) {
+    return call.Refuse(kInvalidValue, "an odd shape");
+  }
+  const auto argument = [&]<class Value>(int at, Value) { return *static_cast<Value*>(arguments[at]); };
+  Work work;
+  work.kind = Work::Kind::kRows;
+  work.source = argument(0, work.source);
+  const auto target = argument(1, uint64_t{});
+  work.rows = argument(2, work.rows);
+  work.places = argument(3, work.places);
+  work.row_count = argument(4, uint32_t{});
+  work.size_bytes = argument(5, uint32_t{});
+  if (work.size_bytes % kernel->second != 0) return call.Refuse(kInvalidValue, "rows that are no whole words");
+  const size_t index_bytes = work.row_count * sizeof(uint32_t);
+  if (HostSide(call, *stream, work.rows, index_bytes) != HostMemory::kPinned ||
+      HostSide(call, *stream, work.places, index_bytes) != HostMemory::kPinned) {
+    return call.Refuse(kInvalidValue, "the rows' numbers or places are not pinned");
+  }
+  const uint32_t last_row = *std::max_element(work.rows, work.rows + work.row_count);
+  const uint32_t last_place = *std::max_element(work.places, work.places + work.row_count);
+  if (HostSide(call, *stream, work.source, (last_row + size_t{1}) * work.size_bytes) == HostMemory::kPageable) {
+    return call.Refuse(kInvalidValue, "the rows are not pinned");
+  }
+  work.target_allocation = DeviceSide(call, *stream, target, (last_place + size_t{1}) * work.size_bytes);
+  if (!call.ok()) return call.result();
+  work.target = work.target_allocation->At(target);
+  call.machine().Enqueue(stream, std::move(work));
+  return kSuccess;
+}
+
 // --- memory ---
 
 EXPORT int cuMemHostRegister_v2(void* memory, size_t size_bytes, unsigned flags) {

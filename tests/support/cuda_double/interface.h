@@ -22,6 +22,7 @@ void double_reset(int device_count);
 void double_clear();
 void double_set_driver_version(int version);  // 12040 at first
 void double_set_pci_bus_id(int device, const char* text);
+void double_set_reads_host_pointers(int on);  // whether devices read pinned host memory at its address; 1 at first
 
 // --- memory of the device ---
 
@@ -110,7 +111,7 @@ int double_context_depth();  // contexts on the calling thread's stack
 // Each of them once: for what looks them up in the library.
 // clang-format off
 #define FASTPERSIST_CUDA_DOUBLE_FUNCTIONS(X)                                                                       \
-  X(reset) X(clear) X(set_driver_version) X(set_pci_bus_id) X(alloc) X(alloc_on) X(free) X(read) X(write) X(fail)  \
+  X(reset) X(clear) X(set_driver_version) X(set_pci_bus_id) X(set_reads_host_pointers) X(alloc) X(alloc_on) X(free) X(read) X(write) X(fail)  \
   X(fail_async) X(set_registration_limit) X(set_pageable_waits) X(delay_us) X(stream_new) X(default_stream)        \
   X(stream_free) X(stream_add_work) X(stream_add_copy) X(stream_wait) X(stream_block) X(stream_unblock) X(capture) \
   X(step_by_step) X(step) X(stream_synchronize) X(synchronize) X(hold_copies) X(hold_registrations)                \

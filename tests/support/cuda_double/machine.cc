@@ -47,6 +47,10 @@ constexpr std::string_view kCalls[] = {
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoDAsync_v2",
     "cuMemsetD8Async",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+    "cuDeviceGetAttribute",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
     "cuMemGetAddressRange_v2",
@@ -277,6 +281,11 @@ void Machine::Do(Lock& lock, const Work& work) {
   lock.unlock();
   if (work.kind == Work::Kind::kFill) {
     std::memset(work.target, work.byte_value, work.size_bytes);
+  } else if (work.kind == Work::Kind::kRows) {
+    const size_t row_bytes = work.size_bytes;
+    for (uint32_t i = 0; i < work.row_count; ++i) {
+      std::memcpy(work.target + (work.places[i] * row_bytes), work.source + (work.rows[i] * row_bytes), row_bytes);
+    }
   } else {
     std::memmove(work.target, work.source, work.size_bytes);
   }
@@ -403,12 +412,15 @@ void Machine::Reset(Lock& lock, int new_device_count) {
   contexts.clear();
   allocations.clear();
   registrations.clear();
+  modules.clear();
+  row_kernels.clear();
   first_address = region_next;
   queued_copy_count = 0;
   ForgetPlans();
   device_count = new_device_count;
   bus_ids.assign(static_cast<size_t>(std::max(device_count, 0)), "");
   driver_version = 12040;
+  reads_host_pointers = true;
   ++generation;
 }
 

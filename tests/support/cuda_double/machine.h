@@ -83,7 +83,7 @@ struct Point {
 };
 
 struct Work {
-  enum class Kind { kMark, kToHost, kToDevice, kOnDevice, kFill };
+  enum class Kind { kMark, kToHost, kToDevice, kOnDevice, kFill, kRows };
 
   Kind kind = Kind::kMark;
   bool is_copy = false;  // of the product, not a kernel
@@ -93,7 +93,10 @@ struct Work {
   std::byte* target = nullptr;
   const std::byte* source = nullptr;
   int byte_value = 0;
-  size_t size_bytes = 0;
+  size_t size_bytes = 0;  // of kRows: of each
+  const uint32_t* rows = nullptr;
+  const uint32_t* places = nullptr;
+  uint32_t row_count = 0;
   std::shared_ptr<Allocation> target_allocation;  // null: host memory
   std::shared_ptr<Allocation> source_allocation;
 
@@ -158,6 +161,9 @@ struct Machine {
   std::map<Handle, std::shared_ptr<Event>> events;
   std::map<uint64_t, std::shared_ptr<Allocation>> allocations;
   std::map<uintptr_t, Registration> registrations;  // by their first page
+  std::map<Handle, std::string> modules;            // their text
+  std::map<Handle, uint32_t> row_kernels;           // the bytes of the words that they copy
+  bool reads_host_pointers = true;
 
   uint64_t region = 0;  // addresses that are given out: [region_next, region_end) are free
   uint64_t region_next = 0;

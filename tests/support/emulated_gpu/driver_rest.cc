@@ -14,13 +14,10 @@ NOT_SUPPORTED(cuFuncGetAttribute)
 NOT_SUPPORTED(cuFuncSetAttribute)
 NOT_SUPPORTED(cuFuncSetCacheConfig)
 NOT_SUPPORTED(cuLaunchCooperativeKernel)
-NOT_SUPPORTED(cuLaunchKernel)
 NOT_SUPPORTED(cuLinkAddData_v2)
 NOT_SUPPORTED(cuLinkComplete)
 NOT_SUPPORTED(cuLinkCreate_v2)
-NOT_SUPPORTED(cuModuleGetFunction)
 NOT_SUPPORTED(cuModuleLoad)
-NOT_SUPPORTED(cuModuleLoadData)
 NOT_SUPPORTED(cuModuleLoadDataEx)
 NOT_SUPPORTED(cuModuleUnload)
 NOT_SUPPORTED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
@@ -34,10 +31,6 @@ __attribute__((visibility("default"))) int cuDevicePrimaryCtxGetState(int, unsig
 
 // Memory that is mapped piece by piece, as torch's expandable segments do it. The double has all of what is reserved.
 #define SUPPORTED __attribute__((visibility("default"))) int
-SUPPORTED cuDeviceGetAttribute(int* value, int, int) {
-  *value = 0;
-  return 0;
-}
 SUPPORTED cuMemAddressReserve(uint64_t* address, size_t size_bytes, size_t, uint64_t, unsigned long long) {
   *address = double_alloc(size_bytes);
   return *address == 0 ? 2 : 0;

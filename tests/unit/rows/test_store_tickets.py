@@ -334,24 +334,6 @@ def test_a_cache_that_is_too_small_keeps_what_it_can_and_says_so(path: Path, row
         store.keep([1])
 
 
-def test_rows_that_a_device_reads_leave_no_room_for_now(path: Path) -> None:
-    with RowStore(path, cache_bytes=100 * 4124) as store:
-        limit = store.stats().cache_row_limit
-        others = torch.arange(limit)
-        store.gather(others)
-        assert store._native is not None
-        hold = store._native.hold(0, limit)  # as a request for a device does
-        slots, missing = torch.empty(limit, dtype=torch.int32), torch.empty(limit, dtype=torch.int64)
-        assert hold.find(others.data_ptr(), limit, slots.data_ptr(), missing.data_ptr()) == 0
-        rows_to_keep = range(limit, limit + 10)
-        try:
-            with pytest.raises(ConfigError, match=rf"10 of 10 .* holds {limit}; of these, {limit} are not kept, but"):
-                store.keep(rows_to_keep)
-        finally:
-            hold.end(limit)
-        store.keep(rows_to_keep)
-
-
 def test_rows_may_be_kept_while_others_gather(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path, cache_bytes=64 << 10) as store:
         limit = store.stats().cache_row_limit
