@@ -371,23 +371,6 @@ class RowRequest:
         """Raise the first failure, if any. The request must be done."""
     def cancel(self, why: str) -> None: ...
 
-class RowHold:
-    """Cached rows that a device copies from where they lie; it keeps their store from being closed."""
-
-    def gather(self, ids: int, count: int, scratch: int, others: int, target: int, stream: int) -> int:
-        """Start to copy the cached rows of some ids to the device; return how many are not cached.
-
-        Args:
-            ids: Their address.
-            count: How many they are; at most 2³¹ - 1.
-            scratch: Address of twice as many int32, pinned; like the ids, it stays until the stream has done the work.
-            others: Address of as many int64: the places of the ids that are not cached.
-            target: Address of the rows of all ids on the device.
-            stream: Of the device; it does the work.
-        """
-    def end(self, taken_count: int) -> None:
-        """End the hold, of which so many rows came to the request."""
-
 class RowStore:
     """A table of rows; csrc/rows/store.h has the contract.
 
@@ -418,8 +401,33 @@ class RowStore:
         """Keep the cached ones of these rows; return for how many ids there is no cached row."""
     def count_kept(self) -> int:
         """Return how many rows are kept in the cache."""
-    def hold(self, device: int, batch: int) -> RowHold | None:
-        """Pin what the cache holds, and begin to hold rows of it for a request; None: the device cannot gather them."""
+    def gather_cached(
+        self,
+        device: int,
+        batch: int,
+        ids: int,
+        count: int,
+        scratch: int,
+        others: int,
+        target: int,
+        stream: int,
+        found_count_min: int,
+    ) -> int:
+        """Have a device gather the cached rows of some ids, and wait for it; return how many ids are left.
+
+        These are all if fewer are cached than `found_count_min`; then the request has taken none.
+
+        Args:
+            device: Its ordinal.
+            batch: Of the request.
+            ids: Their address.
+            count: How many they are; at most 2³¹ - 1.
+            scratch: Address of twice as many int32, pinned.
+            others: Address of as many int64; gets the places of the ids that are left, unless these are all.
+            target: Address of the rows of all ids on the device, a multiple of 16.
+            stream: Of the device; it does the work.
+            found_count_min: How many are worth it.
+        """
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...
     @property

@@ -76,53 +76,39 @@ class PyRowRequest {
   const py::object owner_;
 };
 
-// Cached rows that a device copies from where they lie. It ends at the latest with this object, and keeps the store.
-class PyRowHold {
- public:
-  PyRowHold(std::shared_ptr<RowStore> store, uint32_t batch, RowKernel kernel, uint32_t slot_count)
-      : store_(std::move(store)),
-        batch_(batch),
-        kernel_(kernel),
-        slot_count_(slot_count),
-        hold_(store_->BeginHold(batch)) {}
-  ~PyRowHold() { End(0); }
-  PyRowHold(const PyRowHold&) = delete;
-  PyRowHold& operator=(const PyRowHold&) = delete;
-
-  size_t Gather(uintptr_t ids, size_t count, uintptr_t scratch, uintptr_t others, uint64_t target,
-                uintptr_t stream) const {
-    Result<std::vector<int64_t>> missing = [&] {
-      const ReleasedGil released;
-      auto* const slots = reinterpret_cast<int32_t*>(scratch);
-      return store_->Hold(IdsAt(ids, count), batch_, slot_count_, slots, slots + count,
-                          [&](std::span<const int32_t> held, const int32_t* places) {
-                            return kernel_.Start(stream, store_->cache_bytes(), target, held, places);
-                          });
-    }();
-    ThrowIfError(missing.status(), "");
-    std::ranges::copy(missing.value(), reinterpret_cast<int64_t*>(others));
-    return missing.value().size();
-  }
-  void End(uint64_t taken_count) {
-    std::shared_ptr<RowStore> held = std::move(store_);
-    if (held == nullptr) return;
-    if (generation_ != ForkGeneration()) {
-      LeaveAlone(std::move(held));
-      return;
-    }
-    const ReleasedGil released;
-    held->EndHold(hold_, taken_count);
-    held.reset();  // the last user destroys the store, without the GIL
-  }
-
- private:
-  const uint64_t generation_ = ForkGeneration();
-  std::shared_ptr<RowStore> store_;
-  const uint32_t batch_;
-  const RowKernel kernel_;
-  const uint32_t slot_count_;
-  const uint16_t hold_;
+// Where a device brings cached rows of some ids.
+struct DeviceGather {
+  std::span<const int64_t> ids;
+  uint32_t batch;
+  int32_t* scratch;  // pinned, for two numbers of each id
+  int64_t* others;   // gets the places of the ids that are not cached
+  CudaAddress target;
+  uintptr_t stream;
+  size_t found_count_min;  // if fewer are cached, none is taken
 };
+
+// Have a device copy cached rows, and wait for it. Returns how many ids are left, which are all if none was taken.
+Result<size_t> GatherCached(RowStore& store, Device& device, const DeviceGather& of) {
+  Result<RowKernel> kernel = RowKernel::Load(device, store.table().row_bytes());
+  if (!kernel.ok()) return kernel.status();
+  const uint32_t slot_count = store.PinCache(PinFor(device));
+  if (slot_count == 0) return of.ids.size();
+  const auto start = [&](std::span<const int32_t> slots, const int32_t* places) {
+    return kernel.value().Start(of.stream, store.cache_bytes(), of.target, slots, places);
+  };
+  const uint16_t hold = store.BeginHold(of.batch);
+  Result<std::vector<int64_t>> others =
+      store.Hold(of.ids, of.batch, slot_count, of.scratch, of.scratch + of.ids.size(), start);
+  const Status waited = kernel.value().Wait(of.stream);  // after an error, too: copies may have been started
+  size_t found_count = others.ok() && waited.ok() ? of.ids.size() - others.value().size() : 0;
+  if (found_count < of.found_count_min) found_count = 0;
+  store.EndHold(hold, found_count);
+  if (!others.ok()) return others.status();
+  FP_RETURN_IF_ERROR(waited);
+  if (found_count == 0) return of.ids.size();
+  std::ranges::copy(others.value(), of.others);
+  return others.value().size();
+}
 
 class PyRowStore {
  public:
@@ -179,16 +165,19 @@ class PyRowStore {
     WithStore([&](RowStore& store) { store.Unregister(IdsAt(ids, count), batch); });
   }
 
-  // Null if this device cannot gather rows of the cache, or none is pinned.
-  std::unique_ptr<PyRowHold> Hold(int ordinal, uint32_t batch) const {
+  size_t GatherCached(int ordinal, uint32_t batch, uintptr_t ids, size_t count, uintptr_t scratch, uintptr_t others,
+                      CudaAddress target, uintptr_t stream, size_t found_count_min) const {
     Device& device = DeviceOf(ordinal);
-    std::shared_ptr<RowStore> open = store();
-    const ReleasedGil released;
-    std::shared_ptr<RowStore> used = std::move(open);  // as in WithStore
-    Result<RowKernel> kernel = RowKernel::Load(device, used->table().row_bytes());
-    const uint32_t slot_count = kernel.ok() ? used->PinCache(PinFor(device)) : 0;
-    if (slot_count == 0) return nullptr;
-    return std::make_unique<PyRowHold>(std::move(used), batch, kernel.value(), slot_count);
+    const DeviceGather of = {.ids = IdsAt(ids, count),
+                             .batch = batch,
+                             .scratch = reinterpret_cast<int32_t*>(scratch),
+                             .others = reinterpret_cast<int64_t*>(others),
+                             .target = target,
+                             .stream = stream,
+                             .found_count_min = found_count_min};
+    Result<size_t> left = WithStore([&](RowStore& store) { return fastpersist::GatherCached(store, device, of); });
+    ThrowIfError(left.status(), path_);
+    return left.value();
   }
 
   py::dict stats() const {
@@ -259,11 +248,6 @@ void BindRows(py::module_& m) {
       .def("raise_failure", &PyRowRequest::RaiseFailure)
       .def("cancel", &PyRowRequest::Cancel, py::arg("why"));
 
-  py::class_<PyRowHold>(m, "RowHold")
-      .def("gather", &PyRowHold::Gather, py::arg("ids"), py::arg("count"), py::arg("scratch"), py::arg("others"),
-           py::arg("target"), py::arg("stream"))
-      .def("end", &PyRowHold::End, py::arg("taken_count"));
-
   py::class_<PyRowStore>(m, "RowStore")
       .def(py::init([](const std::vector<PyRowStore::Piece>& pieces, uint32_t row_bytes,
                        std::pair<uintptr_t, size_t> positions, py::object owner, std::vector<std::string> engines,
@@ -287,7 +271,9 @@ void BindRows(py::module_& m) {
       .def("unregister", &PyRowStore::Unregister, py::arg("ids"), py::arg("count"), py::arg("batch"))
       .def("keep", &PyRowStore::Keep, py::arg("ids"), py::arg("count"))
       .def("count_kept", &PyRowStore::CountKept)
-      .def("hold", &PyRowStore::Hold, py::arg("device"), py::arg("batch"))
+      .def("gather_cached", &PyRowStore::GatherCached, py::arg("device"), py::arg("batch"), py::arg("ids"),
+           py::arg("count"), py::arg("scratch"), py::arg("others"), py::arg("target"), py::arg("stream"),
+           py::arg("found_count_min"))
       .def("stats", &PyRowStore::stats)
       .def("close", &PyRowStore::Close)
       .def_property_readonly("engine", &PyRowStore::engine)

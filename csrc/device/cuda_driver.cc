@@ -101,6 +101,7 @@ Status Load(CudaDriver& driver) {
   find(driver.CtxPopCurrent, "cuCtxPopCurrent_v2");
   find(driver.StreamCreate, "cuStreamCreate");
   find(driver.StreamQuery, "cuStreamQuery");
+  find(driver.StreamSynchronize, "cuStreamSynchronize");
   find(driver.StreamWaitEvent, "cuStreamWaitEvent");
   find(driver.EventCreate, "cuEventCreate");
   find(driver.EventRecord, "cuEventRecord");

@@ -43,6 +43,7 @@ struct CudaDriver {
   CudaResult (*CtxPopCurrent)(CudaContext* context);  // cuCtxPopCurrent_v2
   CudaResult (*StreamCreate)(CudaStream* stream, unsigned flags);
   CudaResult (*StreamQuery)(CudaStream stream);
+  CudaResult (*StreamSynchronize)(CudaStream stream);
   CudaResult (*StreamWaitEvent)(CudaStream stream, CudaEvent event, unsigned flags);
   CudaResult (*EventCreate)(CudaEvent* event, unsigned flags);
   CudaResult (*EventRecord)(CudaEvent event, CudaStream stream);

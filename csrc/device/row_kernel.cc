@@ -96,14 +96,14 @@ done:
 )";
 }
 
+struct Loaded {
+  CudaModule module = nullptr;
+  Status failure;
+};
 std::mutex g_mutex;
-std::map<int, CudaModule> g_modules;  // by device; guarded by g_mutex, never unloaded
+std::map<int, Loaded> g_loaded;  // by device; guarded by g_mutex, never unloaded
 
-// REQUIRES: the device's context is current.
-Result<CudaModule> ModuleOf(const CudaDriver& driver, int ordinal) {
-  const std::lock_guard lock(g_mutex);
-  CudaModule& module = g_modules[ordinal];
-  if (module != nullptr) return module;
+Status LoadInto(CudaModule& module, const CudaDriver& driver, int ordinal) {
   CudaDeviceId id = 0;
   FP_RETURN_IF_ERROR(driver.Check(driver.DeviceGet(&id, ordinal), "cuDeviceGet"));
   int reads_host_pointers = 0;
@@ -115,8 +115,17 @@ Result<CudaModule> ModuleOf(const CudaDriver& driver, int ordinal) {
   }
   std::string text = ".version 6.0\n.target sm_50\n.address_size 64\n";
   for (const Word& word : kWords) text += TextOf(word);
-  FP_RETURN_IF_ERROR(driver.Check(driver.ModuleLoadData(&module, text.c_str()), "cuModuleLoadData"));
-  return module;
+  return driver.Check(driver.ModuleLoadData(&module, text.c_str()), "cuModuleLoadData");
+}
+
+// REQUIRES: the device's context is current.
+Result<CudaModule> ModuleOf(const CudaDriver& driver, int ordinal) {
+  const std::lock_guard lock(g_mutex);
+  const auto [found, is_new] = g_loaded.try_emplace(ordinal);
+  Loaded& loaded = found->second;
+  if (is_new) loaded.failure = LoadInto(loaded.module, driver, ordinal);
+  if (!loaded.failure.ok()) return loaded.failure;
+  return loaded.module;
 }
 
 }  // namespace
@@ -152,6 +161,15 @@ Status RowKernel::Start(uintptr_t stream, const std::byte* source, CudaAddress t
       driver.value()->LaunchKernel(function_, block_count, 1, 1, kThreadCount, 1, 1, 0,
                                    reinterpret_cast<CudaStream>(stream), arguments.data(), nullptr),
       "copying rows to cuda:" + std::to_string(device_->ordinal()));
+}
+
+Status RowKernel::Wait(uintptr_t stream) const {
+  const ContextScope scope(*device_);
+  FP_RETURN_IF_ERROR(scope.status());
+  Result<const CudaDriver*> driver = CudaDriver::Get();
+  if (!driver.ok()) return driver.status();
+  return driver.value()->Check(driver.value()->StreamSynchronize(reinterpret_cast<CudaStream>(stream)),
+                               "waiting for rows on cuda:" + std::to_string(device_->ordinal()));
 }
 
 }  // namespace fastpersist

@@ -18,17 +18,18 @@ class RowKernel {
   // Rows have a multiple of so many bytes.
   static constexpr uint32_t kWordBytesMin = 4;
 
-  // The first load for a device makes the driver compile the kernel, which takes milliseconds. kUnsupported: the device
-  // does not read pinned host memory at its address. REQUIRES: row_bytes is a multiple of kWordBytesMin.
+  // The first load for a device makes the driver compile the kernel, which takes milliseconds; if that fails, later
+  // loads fail in the same way. kUnsupported: the device does not read pinned host memory at its address. REQUIRES:
+  // row_bytes is a multiple of kWordBytesMin.
   static Result<RowKernel> Load(Device& device, uint32_t row_bytes);
-
-  const Device& device() const { return *device_; }
 
   // Start to copy in a stream of the caller (as of CopyStream::FollowCaller): for each i the row `rows[i]` of `source`
   // becomes the row `places[i]` of `target`. Source, rows and places are pinned, and both tables lie on boundaries of
   // 16 bytes. All of it stays as it is until the stream has done this.
   Status Start(uintptr_t stream, const std::byte* source, CudaAddress target, std::span<const int32_t> rows,
                const int32_t* places) const;
+  // Wait until a stream has done all that it holds.
+  Status Wait(uintptr_t stream) const;
 
  private:
   RowKernel(const Device& device, CudaFunction function, uint32_t row_bytes)

@@ -338,11 +338,12 @@ Result<std::vector<int64_t>> RowStore::Hold(std::span<const int64_t> ids, uint32
   const size_t thread_count = std::min<size_t>(options_.copy_thread_count, ids.size() / kIdsPerThread);
   std::mutex failure_mutex;
   Status failure;
+  std::atomic<bool> has_failed = false;
   std::vector<int64_t> missing = InShares<int64_t>(
       ids, thread_count, [&](std::span<const int64_t> some, size_t first, std::vector<int64_t>& missing_of) {
         std::vector<Held> held;
         // Few at first, so that who takes them begins soon.
-        for (size_t from = 0, count = kHeldAtFirst; from < some.size();
+        for (size_t from = 0, count = kHeldAtFirst; from < some.size() && !has_failed;
              from += count, count = std::min(2 * count, kHeldAtOnce)) {
           held.clear();
           const size_t start = first + from;
@@ -352,7 +353,7 @@ Result<std::vector<int64_t>> RowStore::Hold(std::span<const int64_t> ids, uint32
           if (Status taken = take({slots + start, held.size()}, places + start); !taken.ok()) {
             const std::lock_guard lock(failure_mutex);
             failure = std::move(taken);
-            return;
+            has_failed = true;
           }
         }
       });

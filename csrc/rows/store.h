@@ -112,8 +112,7 @@ class RowStore {
   // slots before EndHold. Only the first `slot_count` slots count. Threads look rows up; each gives those that it has
   // found to `take`, some thousands at a time, so that who takes them may begin at once: their slots, about in
   // ascending order, and their places among the ids. Both lie in `slots` and `places`, which have room for one of each
-  // id. Returns the places of the other ids, or the first error of `take`. REQUIRES: as Start; the ids are at most
-  // INT32_MAX.
+  // id. Returns the places of the other ids, or an error of `take`. REQUIRES: as Start; at most INT32_MAX ids.
   using TakeHeld = std::function<Status(std::span<const int32_t> slots, const int32_t* places)>;
   uint16_t BeginHold(uint32_t batch);
   Result<std::vector<int64_t>> Hold(std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count, int32_t* slots,

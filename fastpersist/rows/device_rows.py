@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from fastpersist import _native
-from fastpersist.transfer.cuda import tell_of_pinning, why_not_native
+from fastpersist.errors import DeviceError, UnsupportedError
+from fastpersist.transfer.cuda import tell_of_gathers, tell_of_pinning, why_not_native
 
 __all__ = ["CachedRows", "DeviceRows", "SentRows", "Split", "cached_rows", "kept_on_device", "rows_at", "send_rows"]
 
@@ -174,24 +175,25 @@ def cached_rows(
     other = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
     if scratch.untyped_storage().device.type == "meta":  # of a FakeTensorMode
         return None
-    hold = native.hold(stream.device.index, batch)
-    if hold is None:
-        tell_of_pinning()
-        return None
-    found_count = 0
+    with torch.inference_mode(False), torch.cuda.stream(stream):
+        rows = torch.empty((count, *row_shape), dtype=dtype, device=stream.device)
     try:
-        with torch.inference_mode(False), torch.cuda.stream(stream):
-            rows = torch.empty((count, *row_shape), dtype=dtype, device=stream.device)
-        other_count = hold.gather(
-            ids.data_ptr(), count, scratch.data_ptr(), other.data_ptr(), rows.data_ptr(), stream.cuda_stream
+        other_count = native.gather_cached(
+            stream.device.index,
+            batch,
+            ids.data_ptr(),
+            count,
+            scratch.data_ptr(),
+            other.data_ptr(),
+            rows.data_ptr(),
+            stream.cuda_stream,
+            _GATHERED_BYTES_MIN // row_bytes + 1,
         )
-        found_count = count - other_count
-    finally:
-        try:
-            stream.synchronize()
-        finally:
-            hold.end(found_count)
-    if found_count == 0:
+    except (DeviceError, UnsupportedError) as error:
+        tell_of_gathers(error)
+        return None
+    if other_count == count:
+        tell_of_pinning()
         return None
     other = other[:other_count]
     return CachedRows(rows, other, ids[other])

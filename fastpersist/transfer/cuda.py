@@ -19,6 +19,7 @@ __all__ = [
     "follow_caller",
     "is_host_memory",
     "ordinal_of",
+    "tell_of_gathers",
     "tell_of_paranoia",
     "tell_of_pinning",
     "why_not_native",
@@ -79,6 +80,11 @@ def tell_of_pinning() -> None:
     """Log, once, that host memory could not be pinned: copies are right then, but slower."""
     if why_not := _native.why_not_pinned():
         _tell(f"copies from and to the device use memory that is not pinned, and are slower: {why_not}", about="pins")
+
+
+def tell_of_gathers(error: Exception) -> None:
+    """Log, once, why devices do not gather cached rows: the host does, which is slower."""
+    _tell(f"the host gathers cached rows, since the device does not: {error}", about="gathers")
 
 
 def tell_of_paranoia() -> None:

@@ -98,12 +98,31 @@ void ADeviceThatDoesNotReadHostMemoryHasNone() {
   EXPECT_WITH(Contains(status.message(), "cuda:0 does not read"), status.message());
 }
 
-void ADriverThatRefusesIsAskedAgain() {
-  for (const char* const call : {"cuDeviceGetAttribute", "cuModuleLoadData", "cuModuleGetFunction"}) {
-    Cuda().fail(call, 1, 2);
+void AKernelThatTheDriverDoesNotCompileIsNotTriedAgain() {
+  Cuda().fail("cuModuleLoadData", 1, 221);
+  for (int i = 0; i < 2; ++i) {
     const Status status = RowKernel::Load(TheDevice(), 64).status();
-    EXPECT_WITH(status.code() == StatusCode::kDeviceError && Contains(status.message(), call), status.message());
+    EXPECT_WITH(status.code() == StatusCode::kDeviceError && Contains(status.message(), "cuModuleLoadData"),
+                status.message());
   }
+  EXPECT(Cuda().call_count("cuModuleLoadData") == 1);
+}
+
+void AWaitEndsWhenTheStreamHasDoneItsWork() {
+  const RowKernel kernel = Must(RowKernel::Load(TheDevice(), 64));
+  Rows rows(64);
+  const DeviceMemory target;
+  const uint64_t stream = Cuda().stream_new(0);
+  Cuda().stream_add_work(stream, 20'000, target.address(), 7, kBytes);
+  EXPECT_OK(rows.StartReversed(kernel, stream, target.address()));
+  EXPECT_OK(kernel.Wait(stream));
+  EXPECT(rows.AreReversedAt(target.address()));
+  Cuda().fail("cuStreamSynchronize", 1, 702);
+  EXPECT(kernel.Wait(stream).code() == StatusCode::kDeviceError);
+  Cuda().clear();
+}
+
+void ALaunchMayFailAndTheNextOneSucceed() {
   const RowKernel kernel = Must(RowKernel::Load(TheDevice(), 64));
   Rows rows(64);
   const DeviceMemory target;
@@ -125,5 +144,6 @@ int main(int argc, char** argv) {
   return Run(argc, argv,
              {WITH_DOUBLE(RowsComeToTheirPlacesInTheOrderOfTheStream), WITH_DOUBLE(NoRowsAreNoWork),
               WITH_DOUBLE(EachDeviceHasAKernelOfItsOwn), WITH_DOUBLE(ADeviceThatDoesNotReadHostMemoryHasNone),
-              WITH_DOUBLE(ADriverThatRefusesIsAskedAgain)});
+              WITH_DOUBLE(AKernelThatTheDriverDoesNotCompileIsNotTriedAgain),
+              WITH_DOUBLE(AWaitEndsWhenTheStreamHasDoneItsWork), WITH_DOUBLE(ALaunchMayFailAndTheNextOneSucceed)});
 }

@@ -1,10 +1,12 @@
-"""Cached rows that a device gathers itself, by the native calls that `fastpersist.rows.device_rows` makes.
+"""Cached rows that a device gathers itself, by the native call that `fastpersist.rows.device_rows` makes.
 
 Over the double of the driver, which copies the rows as the kernel does (tests/gpu/test_gpu_rows.py has a GPU run it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from support import cuda_fixtures
 from support.cuda_calls import HostMemory
 from support.cuda_double import CudaDouble
+from support.ranks_in_threads import eventually
 from support.row_tables import bytes_of, make_rows
 
 import fastpersist as fp
@@ -25,6 +28,7 @@ COUNT, CACHED_COUNT = 4000, 3000
 WIDTH = 32
 ROW_BYTES = 4 * WIDTH
 IDS = torch.randint(COUNT, (5000,), generator=torch.Generator().manual_seed(1))
+OTHERS = (IDS >= CACHED_COUNT).nonzero().view(-1).tolist()
 
 
 @pytest.fixture
@@ -35,72 +39,82 @@ def store(tmp_path: Path) -> fp.RowStore:
     return opened
 
 
-def gather(store: fp.RowStore, scratch: HostMemory, target: int, stream: int) -> list[int]:
-    """Let the device gather what is cached of IDS; return the places of the others."""
-    hold = store._opened().hold(0, 0)
-    assert hold is not None
-    other = torch.empty(len(IDS), dtype=torch.int64)
-    try:
-        count = hold.gather(IDS.data_ptr(), len(IDS), scratch.address, other.data_ptr(), target, stream)
-    finally:
-        hold.end(0)
-    return other[:count].tolist()
+Gather = Callable[..., "list[int] | None"]
+
+
+@pytest.fixture
+def gather(store: fp.RowStore, cuda: CudaDouble, pinned: HostMemory) -> Gather:
+    """Lets the device gather what is cached; returns the places of the other ids, or None if none was taken."""
+
+    def gathered(target: int, stream: int, found_count_min: int = 1, ids: torch.Tensor = IDS) -> list[int] | None:
+        other = torch.empty(len(ids), dtype=torch.int64)
+        memory = (ids.data_ptr(), len(ids), pinned.address, other.data_ptr(), target, stream)
+        count = store._opened().gather_cached(0, 0, *memory, found_count_min)
+        return None if count == len(ids) else other[:count].tolist()
+
+    return gathered
 
 
 def test_cached_rows_come_to_the_device_and_the_others_are_named(
-    store: fp.RowStore, cuda: CudaDouble, pinned: HostMemory
+    store: fp.RowStore, gather: Gather, cuda: CudaDouble
 ) -> None:
     target, stream = cuda.alloc(len(IDS) * ROW_BYTES), cuda.stream_new()
+    before = store.stats()
     with store:
-        others = gather(store, pinned, target, stream)
-        cuda.stream_synchronize(stream)
-        assert others == (IDS >= CACHED_COUNT).nonzero().view(-1).tolist()
+        assert gather(target, stream) == OTHERS
         found = cuda.read(target, len(IDS) * ROW_BYTES)
         wanted = bytes_of(make_rows(COUNT, WIDTH)[IDS])
         for place in range(len(IDS)):
             row = slice(place * ROW_BYTES, (place + 1) * ROW_BYTES)
-            assert found[row] == (b"\xab" * ROW_BYTES if place in set(others) else wanted[row])
+            assert found[row] == (b"\xab" * ROW_BYTES if place in set(OTHERS) else wanted[row])
+        after = store.stats()
+        assert after.hit_count - before.hit_count == after.row_count - before.row_count == len(IDS) - len(OTHERS)
     cuda.free(target)
 
 
-@pytest.mark.parametrize("why", ["pins", "kernel"])
-def test_a_device_that_cannot_gather_leaves_it_to_the_host(why: str, store: fp.RowStore, cuda: CudaDouble) -> None:
-    if why == "pins":
-        cuda.set_registration_limit(1)
-    else:
-        cuda.fail("cuModuleGetFunction", 1, 2)
+def test_too_few_cached_rows_are_left_to_the_host(store: fp.RowStore, gather: Gather, cuda: CudaDouble) -> None:
+    target, stream = cuda.alloc(len(IDS) * ROW_BYTES), cuda.stream_new()
+    found_count = len(IDS) - len(OTHERS)
+    before = store.stats()
     with store:
-        assert store._opened().hold(0, 0) is None
+        assert gather(target, stream, found_count + 1) is None
+        assert store.stats() == before
+        assert gather(target, stream, found_count) == OTHERS
+    cuda.free(target)
 
 
-def test_a_refused_launch_is_an_error_of_the_device(store: fp.RowStore, cuda: CudaDouble, pinned: HostMemory) -> None:
+def test_nothing_is_gathered_where_nothing_can_be_pinned(store: fp.RowStore, gather: Gather, cuda: CudaDouble) -> None:
+    cuda.set_registration_limit(1)
+    with store:
+        assert gather(0, cuda.stream_new()) is None
+
+
+@pytest.mark.parametrize("call", ["cuModuleGetFunction", "cuLaunchKernel", "cuStreamSynchronize"])
+def test_a_call_that_the_driver_refuses_is_an_error_and_ends_the_hold(
+    call: str, store: fp.RowStore, gather: Gather, cuda: CudaDouble
+) -> None:
     target, stream = cuda.alloc(len(IDS) * ROW_BYTES), cuda.stream_new()
     with store:
-        cuda.fail("cuLaunchKernel", 1, 701)
-        with pytest.raises(DeviceError, match="copying rows to cuda:0"):
-            gather(store, pinned, target, stream)
-        others = gather(store, pinned, target, stream)
-        assert len(others) == int((IDS >= CACHED_COUNT).sum())
-        cuda.stream_synchronize(stream)
+        cuda.fail(call, 1, 701)
+        with pytest.raises(DeviceError, match=r"cuModuleGetFunction|cuda:0"):
+            gather(target, stream)
+        cuda.synchronize()
+        store.keep(range(CACHED_COUNT, COUNT))  # in the slots that it held
+        assert gather(target, stream) is not None
     cuda.free(target)
 
 
-def test_rows_that_a_device_reads_leave_no_room_for_now(
-    store: fp.RowStore, cuda: CudaDouble, pinned: HostMemory
-) -> None:
+def test_rows_that_a_device_reads_leave_no_room_for_now(store: fp.RowStore, gather: Gather, cuda: CudaDouble) -> None:
+    """The call does not return, and so other rows come into no slot, before the device has copied."""
     target, stream = cuda.alloc(CACHED_COUNT * ROW_BYTES), cuda.stream_new()
-    cached = torch.arange(CACHED_COUNT)
-    with store:
-        hold = store._opened().hold(0, 0)
-        assert hold is not None
-        other = torch.empty(CACHED_COUNT, dtype=torch.int64)
-        assert hold.gather(cached.data_ptr(), CACHED_COUNT, pinned.address, other.data_ptr(), target, stream) == 0
-        rows_to_keep = range(CACHED_COUNT, CACHED_COUNT + 10)
-        try:
+    with store, ThreadPoolExecutor(1) as pool:
+        with cuda.blocked(stream):
+            under_way = pool.submit(gather, target, stream, 1, torch.arange(CACHED_COUNT))
+            eventually(lambda: cuda.call_count("cuStreamSynchronize") == 1)
             with pytest.raises(ConfigError, match=rf"10 of 10 .* holds {CACHED_COUNT}; of these, {CACHED_COUNT} are "):
-                store.keep(rows_to_keep)
-            cuda.stream_synchronize(stream)
-        finally:
-            hold.end(CACHED_COUNT)
-        store.keep(rows_to_keep)
+                store.keep(range(CACHED_COUNT, CACHED_COUNT + 10))
+            assert not under_way.done()
+        assert under_way.result() == []
+        store.keep(range(CACHED_COUNT, CACHED_COUNT + 10))
+        assert cuda.read(target, CACHED_COUNT * ROW_BYTES) == bytes_of(make_rows(CACHED_COUNT, WIDTH))
     cuda.free(target)

@@ -206,9 +206,9 @@ def test_the_host_gathers_what_the_device_cannot(what: str, tmp_path: Path, monk
     table = torch.arange(300, dtype=torch.uint8).view(100, 3) if what == "shape" else torch.arange(100)[:, None]
     fp.write_rows(tmp_path / "table.npy", table)
     if what == "memory":
-        monkeypatch.setattr(_native.RowStore, "hold", refuse_memory)
+        monkeypatch.setattr(_native.RowStore, "gather_cached", refuse_memory)
     if what == "pins":
-        monkeypatch.setattr(_native.RowStore, "hold", lambda *_: None)
+        monkeypatch.setattr(_native.RowStore, "gather_cached", lambda *arguments: arguments[4])
     by_device = count_gathers_by_device(monkeypatch)
     with fp.RowStore(tmp_path / "table.npy") as opened:
         opened.keep(range(100))
@@ -241,24 +241,55 @@ def refuse_memory(*_: object) -> None:
 @pytest.mark.usefixtures("by_device")
 @needs_cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_rows_come_to_two_devices(path: Path, rows: torch.Tensor) -> None:
-    with fp.RowStore(path, cache_bytes=1 << 30) as opened:
+def test_rows_come_to_two_devices(path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_device = count_gathers_by_device(monkeypatch)
+    with fp.RowStore(path, cache_bytes=COUNT * (rows[0].nbytes + 28)) as opened:
         opened.keep(range(COUNT))
         for device in ("cuda:1", "cuda:0", "cuda:1"):
             found = opened.gather(range(COUNT), device=device)
             assert found.device == torch.device(device)
             assert torch.equal(found.cpu(), rows)
+    assert by_device == [True] * 3
+
+
+@needs_cuda
+@pytest.mark.parametrize("width", [65, 66, 260, 1031])
+def test_rows_of_any_length_come_by_the_kernel(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In words of 4, 8, 16 and 4 bytes, more than 32 of them a row; and more rows than the kernel has warps."""
+    table = make_rows(6000, width)
+    fp.write_rows(tmp_path / "table.npy", table)
+    by_device = count_gathers_by_device(monkeypatch)
+    with fp.RowStore(tmp_path / "table.npy", cache_bytes=6000 * (table[0].nbytes + 28)) as opened:
+        opened.keep(range(6000))
+        ids = torch.randint(6000, (20_000,), generator=torch.Generator().manual_seed(width))
+        assert torch.equal(opened.gather(ids, device=DEVICE).cpu(), table[ids])
+    assert by_device == [True]
+
+
+@needs_cuda
+def test_a_few_cached_rows_are_left_to_the_host(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_rows, "_ROW_BYTES_MIN", 1)
+    monkeypatch.setattr(device_rows, "_GATHERED_BYTES_MIN", 100 * rows[0].nbytes)
+    by_device = count_gathers_by_device(monkeypatch)
+    with fp.RowStore(path, cache_bytes=COUNT // 2 * (rows[0].nbytes + 28)) as opened:
+        opened.keep(range(COUNT // 2))
+        for first in (COUNT // 2 - 100, COUNT // 2 - 101):
+            ids = torch.arange(first, COUNT)
+            assert torch.equal(opened.gather(ids, device=DEVICE).cpu(), rows[ids])
+    assert by_device == [False, True]
 
 
 @pytest.mark.usefixtures("by_device")
 @needs_cuda
-def test_many_cached_rows_are_gathered_piece_by_piece(
+def test_rows_that_were_not_cached_join_the_others_piece_by_piece(
     path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_rows, "_AT_ONCE_BYTES", rows[0].nbytes * 50)
     with fp.RowStore(path, cache_bytes=COUNT // 2 * (rows[0].nbytes + 28)) as opened:
         opened.keep(range(COUNT // 2))
-        for ids in (some_ids(3000), torch.arange(50), torch.arange(40, 91)):
+        for ids in (some_ids(3000), torch.arange(COUNT // 2 - 1, COUNT // 2 + 50)):
             assert torch.equal(opened.gather(ids, device=DEVICE).cpu(), rows[ids])
 
 

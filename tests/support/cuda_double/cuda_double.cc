@@ -555,6 +555,9 @@ EXPORT int cuLaunchKernel(Handle function, unsigned blocks_x, unsigned blocks_y,
   work.places = argument(3, work.places);
   work.row_count = argument(4, uint32_t{});
   work.size_bytes = argument(5, uint32_t{});
+  if ((reinterpret_cast<uintptr_t>(work.source) | target) % 16 != 0) {
+    return call.Refuse(kInvalidValue, "a table that does not lie on 16 bytes");
+  }
   if (work.size_bytes % kernel->second != 0) return call.Refuse(kInvalidValue, "rows that are no whole words");
   const size_t index_bytes = work.row_count * sizeof(uint32_t);
   if (HostSide(call, *stream, work.rows, index_bytes) != HostMemory::kPinned ||
