@@ -54,9 +54,11 @@ std::vector<RowRead> PlanReads(const RowTable& table, std::span<const RowWant> w
       continue;
     }
     const RowPlace place = table.PlaceOf(wants[i].position);
+    const RowPiece& piece = table.pieces()[place.piece];
+    const uint64_t rows_end = piece.offset_bytes + (piece.row_count * table.row_bytes());
     const uint64_t start = AlignDown(place.offset_bytes, limits.block_bytes);
-    const uint64_t row_end = place.offset_bytes + table.row_bytes();
-    const uint64_t end = AlignUp(row_end, limits.block_bytes);
+    const uint64_t end = AlignUp(place.offset_bytes + table.row_bytes(), limits.block_bytes);
+    const uint64_t needed_end = std::min(end, rows_end);
     if (!reads.empty()) {
       RowRead& last = reads.back();
       const uint64_t last_end = last.offset_bytes + last.size_bytes;
@@ -64,14 +66,14 @@ std::vector<RowRead> PlanReads(const RowTable& table, std::span<const RowWant> w
       // The limit holds for rows of one block too: where each row straddles blocks, all rows would join one read.
       if (is_near && end - last.offset_bytes <= limits.read_bytes_max) {
         last.size_bytes = static_cast<uint32_t>(end - last.offset_bytes);
-        last.needed_bytes = static_cast<uint32_t>(row_end - last.offset_bytes);
+        last.needed_bytes = static_cast<uint32_t>(needed_end - last.offset_bytes);
         ++last.want_count;
         continue;
       }
     }
     reads.push_back({.offset_bytes = start,
                      .size_bytes = static_cast<uint32_t>(end - start),
-                     .needed_bytes = static_cast<uint32_t>(row_end - start),
+                     .needed_bytes = static_cast<uint32_t>(needed_end - start),
                      .piece = place.piece,
                      .first_want = static_cast<uint32_t>(i),
                      .want_count = 1});

@@ -23,6 +23,7 @@ constexpr size_t kLockedCount = 512;  // ids that are looked up under one lock
 constexpr size_t kAheadCount = 8;     // ids whose memory is fetched ahead
 constexpr uint32_t kCellBytes = 512;  // at least
 constexpr uint32_t kJoinedBytesMax = 128 << 10;
+constexpr uint64_t kNeighboursMax = 64;  // rows of a read: to look at so many costs less than another read
 constexpr size_t kTouchedBytesMin = size_t{1} << 20;
 // From here on malloc maps memory anew for each result, whose pages the kernel has to find; smaller results come from
 // pages that were used before.
@@ -656,6 +657,7 @@ void RowStore::EndFlight(const RowReader::Done& done, size_t number, std::vector
     arrivals[i].offset_bytes = read.offset_bytes;
     if (done.status.ok()) Cache(arrivals[i], done.bytes);
   }
+  if (done.status.ok()) CacheNeighbours(arrivals[first], read, done.bytes);
   if (--owner->unended_read_count == 0) requests_.erase(found);
 }
 
@@ -669,14 +671,39 @@ void RowStore::Cache(const Arrival& arrival, const std::byte* bytes) {
       if (is_kept) cache_->Keep(cached);
       return;
     }
-    const uint32_t* const known = known_.Find(position);
-    const RowCache::Admission admission = cache_->Admit(position, known == nullptr ? 0 : *known, is_kept);
-    if (admission.slot == nullptr) return;
-    std::memcpy(admission.slot, bytes + (table_.PlaceOf(position).offset_bytes - arrival.offset_bytes),
-                table_.row_bytes());
-    if (known != nullptr) known_.Erase(position);
-    if (admission.evicted_uses != 0) known_.Set(admission.evicted_row, admission.evicted_uses);
+    Admit(position, bytes + (table_.PlaceOf(position).offset_bytes - arrival.offset_bytes), is_kept);
   });
+}
+
+// Offer to the cache what came along in the blocks of a read, and that a request known ahead will use. `arrival`: of
+// the request that planned the read.
+void RowStore::CacheNeighbours(const Arrival& arrival, const RowRead& read, const std::byte* bytes) {
+  if (known_.size() == 0) return;
+  const uint64_t row_bytes = table_.row_bytes();
+  std::span<const RowWant> wants = arrival.rows();
+  const RowPlace place = table_.PlaceOf(wants.front().position);
+  const uint64_t rows_begin = std::max(read.offset_bytes, table_.pieces()[place.piece].offset_bytes);
+  const uint64_t before_count = (place.offset_bytes - rows_begin) / row_bytes;
+  const uint64_t count = before_count + ((read.offset_bytes + read.needed_bytes - place.offset_bytes) / row_bytes);
+  if (count > kNeighboursMax) return;
+  const uint64_t first = wants.front().position - before_count;
+  const uint64_t first_offset_bytes = place.offset_bytes - (before_count * row_bytes) - read.offset_bytes;
+  for (uint64_t i = 0; i < count; ++i) {
+    while (!wants.empty() && wants.front().position < first + i) wants = wants.subspan(1);
+    const bool is_wanted = !wants.empty() && wants.front().position == first + i;
+    if (is_wanted || known_.Find(first + i) == nullptr) continue;  // known are those that are not cached
+    Admit(first + i, bytes + first_offset_bytes + (i * row_bytes), /*keep=*/false);
+  }
+}
+
+// Offer a row that is not cached to the cache.
+void RowStore::Admit(uint64_t position, const std::byte* bytes, bool keep) {
+  const uint32_t* const known = known_.Find(position);
+  const RowCache::Admission admission = cache_->Admit(position, known == nullptr ? 0 : *known, keep);
+  if (admission.slot == nullptr) return;
+  std::memcpy(admission.slot, bytes, table_.row_bytes());
+  if (known != nullptr) known_.Erase(position);
+  if (admission.evicted_uses != 0) known_.Set(admission.evicted_row, admission.evicted_uses);
 }
 
 // Copy the rows of an arrival to its request.

@@ -176,6 +176,8 @@ class RowStore {
   void Complete(std::vector<RowReader::Done>& done, RowReader& reader);
   void EndFlight(const RowReader::Done& done, size_t number, std::vector<Arrival>& arrivals);
   void Cache(const Arrival& arrival, const std::byte* bytes);
+  void CacheNeighbours(const Arrival& arrival, const RowRead& read, const std::byte* bytes);
+  void Admit(uint64_t position, const std::byte* bytes, bool keep);
   void Deliver(const Arrival& arrival, const RowReader::Done& done);
   Status WithRow(const Status& status, const Arrival& arrival) const;
 

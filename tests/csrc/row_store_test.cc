@@ -159,6 +159,63 @@ void RowsThatRegisteredRequestsWillUseStayInTheCache() {
 
 // --- several requests
 
+// Requests each of which wants one row of every block, in the order of the block or against it.
+std::vector<std::vector<int64_t>> OneRowOfEachBlock(int64_t block_count, int64_t rows_in_block, bool is_reversed) {
+  std::vector<std::vector<int64_t>> requests;
+  for (int64_t row = 0; row < rows_in_block; ++row) {
+    std::vector<int64_t>& ids = requests.emplace_back();
+    for (int64_t block = 0; block < block_count; ++block) {
+      ids.push_back((block * rows_in_block) + (is_reversed ? rows_in_block - 1 - row : row));
+    }
+  }
+  return requests;
+}
+
+// 99 blocks of 4096 bytes, far enough apart that their reads are not joined.
+constexpr uint32_t kNeighbourBytes = 256;
+constexpr int64_t kRowsInBlock = 4096 / kNeighbourBytes;
+
+void RowsOfABlockThatRequestsWillUseComeWithTheFirstOfThem() {
+  const TableFiles files(kNeighbourBytes, {{0, 99 * kRowsInBlock}});
+  if (!DirectIoLimitsOf(files.file(0).fd()).supported) return;
+  for (const bool is_reversed : {false, true}) {
+    const auto requests = OneRowOfEachBlock(99, kRowsInBlock, is_reversed);
+    const auto store = Must(RowStore::Open(
+        files.Table(), {.reader = {.engines = {"threads"}}, .cache_bytes = uint64_t{1} << 20, .gap_bytes = 0}));
+    for (uint32_t i = 0; i < requests.size(); ++i) store->Register(requests[i], i + 1);
+    ExpectRows(*store, requests[0], 1);
+    const uint64_t read_bytes = store->stats().read_bytes;
+    for (uint32_t i = 1; i < requests.size(); ++i) {
+      std::vector<int64_t> near;  // in the block of 512 bytes, or whatever the device has, that the first one was in
+      for (const int64_t id : requests[i]) {
+        if (id / 2 == requests[0][static_cast<size_t>(id / kRowsInBlock)] / 2) near.push_back(id);
+      }
+      if (!near.empty()) ExpectRows(*store, near, i + 1);
+    }
+    EXPECT(store->stats().read_bytes == read_bytes && store->stats().hit_count >= 99);
+  }
+}
+
+void RowsOfABlockThatIsBeingReadShareTheRead() {
+  const TableFiles files(kNeighbourBytes, {{0, 99 * kRowsInBlock}});
+  if (!DirectIoLimitsOf(files.file(0).fd()).supported) return;
+  for (const bool is_reversed : {false, true}) {
+    const auto requests = OneRowOfEachBlock(99, kRowsInBlock, is_reversed);  // the first two are in blocks of 512 bytes
+    const auto store = Must(
+        RowStore::Open(files.Table(), {.reader = {.engines = {"fault:threads"}, .queue_depth = 256}, .gap_bytes = 0}));
+    const Fault fault(Fault::Delay(200));
+    Bytes first(99 * kNeighbourBytes);
+    Bytes second(99 * kNeighbourBytes);
+    const auto a = store->Start(requests[0], first.data(), RowRequest::kNoBatch);
+    const auto b = store->Start(requests[1], second.data(), RowRequest::kNoBatch);
+    EXPECT_OK(Wait(*a));
+    EXPECT_OK(Wait(*b));
+    CheckRows(first, requests[0], kNeighbourBytes);
+    CheckRows(second, requests[1], kNeighbourBytes);
+    EXPECT_WITH(store->stats().shared_count == 99, std::to_string(store->stats().shared_count));
+  }
+}
+
 void RequestsForTheSameRowsShareTheirReads() {
   const TableFiles files(512, {{0, 4000}});
   const auto store =
@@ -268,11 +325,13 @@ void ManyThreadsMayDoAnything() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(GathersBringTheRowsAskedFor), TEST(DenseRowsThatStraddleBlocksAreReadInPartsOfBearableLength),
-              TEST(IdsMayDifferFromPositions), TEST(ARequestMayHaveManyReads), TEST(TheStatisticsCount),
-              TEST(RowsThatAreKeptNeedNoMoreReads), TEST(RowsThatAreCachedWhenARequestToKeepThemComesAreKept),
-              TEST(RowsThatRegisteredRequestsWillUseStayInTheCache), TEST(RequestsForTheSameRowsShareTheirReads),
-              TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait), TEST(MoreSmallRequestsThanQueuesAreDoneToo),
-              TEST(AStoreMayGoWithRequestsUnderWay), TEST(ManyThreadsMayDoAnything)});
+  return Run(
+      argc, argv,
+      {TEST(GathersBringTheRowsAskedFor), TEST(DenseRowsThatStraddleBlocksAreReadInPartsOfBearableLength),
+       TEST(IdsMayDifferFromPositions), TEST(ARequestMayHaveManyReads), TEST(TheStatisticsCount),
+       TEST(RowsThatAreKeptNeedNoMoreReads), TEST(RowsThatAreCachedWhenARequestToKeepThemComesAreKept),
+       TEST(RowsThatRegisteredRequestsWillUseStayInTheCache), TEST(RequestsForTheSameRowsShareTheirReads),
+       TEST(RowsOfABlockThatRequestsWillUseComeWithTheFirstOfThem), TEST(RowsOfABlockThatIsBeingReadShareTheRead),
+       TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait), TEST(MoreSmallRequestsThanQueuesAreDoneToo),
+       TEST(AStoreMayGoWithRequestsUnderWay), TEST(ManyThreadsMayDoAnything)});
 }
