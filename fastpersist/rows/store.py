@@ -48,7 +48,8 @@ Batch = TypeVar("Batch")
 
 _QUEUE_DEPTH = 256
 _GAP_BYTES = 8 << 10  # NVMe disks read about so many bytes in the time that another read costs
-_AHEAD_BYTES = 256 << 20
+_AHEAD_BYTES_MAX = 256 << 20  # unless told otherwise, as is the next one
+_AHEAD_ROWS = 1024  # keep a disk busy; what is started later is known to the cache meanwhile
 _UNDER_WAY_COUNT_MIN = 2  # one is taken, one is read
 _ROW_BYTES_MAX = 1 << 30
 _KEPT_AT_ONCE_BYTES = 64 << 20
@@ -165,7 +166,8 @@ class RowStore:
             of the memory that is available, at most the table. Where requests go to a CUDA device, what the rows fill
             of it is pinned.
         ahead_bytes: Memory for the results of requests made ahead that nobody has taken, on the host or on the device
-            that they are for; two may always be under way.
+            that they are for; two may always be under way. "auto" is room for 1,024 rows, at most 256 MiB: these keep a
+            disk busy, and the cache knows what is started later.
         engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
         queue_depth: Reads in flight at once, 1 … 4096.
 
@@ -197,7 +199,7 @@ class RowStore:
         dtype: torch.dtype | None = None,
         offset_bytes: int = 0,
         cache_bytes: int | str = "auto",
-        ahead_bytes: int | str = _AHEAD_BYTES,
+        ahead_bytes: int | str = "auto",
         engine: str = "auto",
         queue_depth: int | None = None,
     ) -> None:
@@ -211,7 +213,6 @@ class RowStore:
         refuse_null_engine(require_engine(engine))
         self._engine = engine
         self._queue_depth = checked_number("queue_depth", queue_depth, 1, 4096) or _QUEUE_DEPTH
-        self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes")
         self._rows: RowSource = open_rows(source, tensor=tensor, shape=shape, dtype=dtype, offset_bytes=offset_bytes)
         self._arguments = {
             "source": _as_absolute(source),
@@ -235,6 +236,9 @@ class RowStore:
         self._positions = None if positions is None else positions.to(torch.int64).contiguous()
         if cache_bytes == "auto":
             cache_bytes = available_host_bytes() // 4
+        if ahead_bytes == "auto":
+            ahead_bytes = min(_AHEAD_ROWS * self.row_bytes, _AHEAD_BYTES_MAX)
+        self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes")
         self._cache_bytes = byte_count(cache_bytes, "cache_bytes")
         self._batch = 0  # of the last ticket
         self._waiting: deque[weakref.ref[RowTicket]] = deque()  # tickets that were not started, oldest first

@@ -209,6 +209,15 @@ def test_two_requests_are_under_way_whatever_the_limit(path: Path, rows: torch.T
         assert not store._waiting
 
 
+def test_by_default_as_many_are_under_way_as_keep_a_disk_busy(path: Path, rows: torch.Tensor) -> None:
+    """Those that were not started are known to the cache."""
+    with RowStore(path, engine=FAULTY, cache_bytes=0) as store, slow(20):
+        tickets = [store.prefetch(range(300 * first, 300 * (first + 1))) for first in range(5)]
+        assert [ticket._request is not None for ticket in tickets] == [True, True, True, False, False]
+        for first, ticket in enumerate(tickets):
+            assert torch.equal(ticket.result(), rows[300 * first : 300 * (first + 1)])
+
+
 def test_as_many_are_under_way_as_there_is_memory_for(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path, engine=FAULTY, cache_bytes=0, ahead_bytes=4 * MANY_BYTES) as store, slow(5):
         tickets = [asked(store, first) for first in range(10)]
