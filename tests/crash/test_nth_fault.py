@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -47,6 +48,9 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 FORGIVEN = ("EINTR", "EAGAIN", "short")
 REQUESTS_MIN = 6  # fewer would be no loop worth the name
+CHUNK_BYTES = int(SMALL_RING["FASTPERSIST_CHUNK_BYTES"])
+STRAIGHT_BYTES = 256 << 10  # FileReader::kStraightBytes
+LARGE_BYTES = 700_000  # of a state whose two large tensors have more than that
 
 fault_kinds = pytest.mark.parametrize("fault", FAULTS)
 suffixes = pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -125,8 +129,12 @@ def test_failed_write_leaves_old_file(tmp_path: Path, engine: str, fault: str, s
     assert nth > REQUESTS_MIN
 
 
-def expect_no_wrong_bytes(path: Path, engine: str, fault: str, read: Callable[[str], None]) -> None:
-    """Read a file with the named engine, once for each request that can fail; `read` checks what it got."""
+def expect_no_wrong_bytes(path: Path, engine: str, fault: str, read: Callable[[str], None]) -> set[int | None]:
+    """Read a file with the named engine, once for each request that can fail; `read` checks what it got.
+
+    Returns the offsets in the file that the errors name.
+    """
+    offsets_bytes = set()
     for nth in itertools.count(1):
         with armed(fault, "read", nth, path.parent) as shot:
             read(f"fault:{engine}")
@@ -136,9 +144,12 @@ def expect_no_wrong_bytes(path: Path, engine: str, fault: str, read: Callable[[s
             assert shot.error is None
         else:
             expect_storage_error(shot.error, fault, path)
+            assert shot.error is not None
+            offsets_bytes.add(shot.error.offset_bytes)
         read("auto")
     assert shot.error is None
     assert nth > REQUESTS_MIN
+    return offsets_bytes
 
 
 @fault_kinds
@@ -153,6 +164,43 @@ def test_failed_load_raises(tmp_path: Path, engine: str, suffix: str, fault: str
         assert not differences(fp.load(path, engine=engine), make_state(1))
 
     expect_no_wrong_bytes(path, engine, fault, read)
+
+
+def straight_offsets_bytes(path: Path) -> set[int]:
+    """Return where the second and later requests begin that read large tensors straight to their memory.
+
+    Such a tensor is cut from its own start on, whereas the ring's requests begin at multiples of a chunk.
+    """
+    offsets_bytes = set()
+    for tensor in fp.inspect(path).tensors:
+        start_bytes = tensor.offset_bytes
+        if tensor.size_bytes < STRAIGHT_BYTES or start_bytes is None or start_bytes % mmap.PAGESIZE:
+            continue
+        assert start_bytes % CHUNK_BYTES  # or nothing would tell the two apart
+        offsets_bytes |= {
+            start_bytes + done for done in range(CHUNK_BYTES, tensor.size_bytes - CHUNK_BYTES, CHUNK_BYTES)
+        }
+    return offsets_bytes
+
+
+@pytest.mark.parametrize("check_crcs", [False, True], ids=["", "verify"])
+@fault_kinds
+@pytest.mark.parametrize("engine", ["threads", "uring", "libaio"])
+@in_child(SMALL_RING)
+def test_failed_read_straight_to_a_tensor_raises(tmp_path: Path, engine: str, fault: str, check_crcs: bool) -> None:
+    skip_without(engine, tmp_path)
+    path = tmp_path / "state.pt"
+    fp.save(make_state(1, LARGE_BYTES), path)
+
+    def read(engine: str) -> None:
+        found = fp.load(path, verify=check_crcs, engine=engine)
+        assert not differences(found, make_state(1, LARGE_BYTES))
+
+    offsets_bytes = expect_no_wrong_bytes(path, engine, fault, read)
+    if fault not in FORGIVEN and fault != "EIO-lasting":  # of many errors, any one may be the first to come back
+        straight_bytes = straight_offsets_bytes(path)
+        assert len(straight_bytes) > REQUESTS_MIN
+        assert straight_bytes <= offsets_bytes
 
 
 @fault_kinds
