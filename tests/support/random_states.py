@@ -66,7 +66,8 @@ class RandomState:
 
     def change(self) -> None:
         """Change one thing in the object, in place."""
-        held = [one for one in self._made if isinstance(one, (dict, list, set, torch.Tensor, Attributes, bytearray))]
+        kinds = (dict, list, set, torch.Tensor, torch.nn.Module, Attributes, bytearray)
+        held = [one for one in self._made if isinstance(one, kinds)]
         if not held:
             return
         one = self._random.choice(held)
@@ -76,7 +77,9 @@ class RandomState:
         elif isinstance(one, dict):
             self._change_dict(one)
         elif isinstance(one, list):
-            one.insert(self._random.randrange(len(one) + 1), self._make(3))
+            self._change_list(one)
+        elif isinstance(one, torch.nn.Module):
+            self._change_module(one)
         elif isinstance(one, set):
             one.add(self._random.randrange(9))
         elif isinstance(one, bytearray):
@@ -90,15 +93,39 @@ class RandomState:
         self._storages.clear()
 
     def _change_tensor(self, tensor: torch.Tensor) -> None:
-        how = self._random.randrange(4)
+        how = self._random.randrange(6)
         if how == 0 and tensor.is_floating_point():
             tensor.requires_grad_(not tensor.requires_grad)
         elif how == 1 and tensor.is_cpu and tensor.layout is torch.strided:
             tensor.data = torch.ones(2, 3, dtype=tensor.dtype)
         elif how == 2:
             tensor.note = self._random.random()  # type: ignore[attr-defined]
+        elif how == 3 and tensor.is_cpu and tensor.layout is torch.strided:
+            floating = [dtype for dtype in DTYPES if dtype.is_floating_point]  # all that a gradient may have
+            dtype = self._random.choice(floating if tensor.requires_grad else DTYPES)
+            tensor.data = torch.ones(tensor.shape, dtype=dtype)
+        elif how == 4 and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_conj():
+            tensor.detach().fill_(1)
         elif tensor.is_cpu and tensor.layout is torch.strided and not tensor.requires_grad:
             tensor.resize_(self._random.randrange(5))
+
+    def _change_list(self, one: list[Any]) -> None:
+        how = self._random.randrange(3)
+        if how == 0 or not one:
+            one.insert(self._random.randrange(len(one) + 1), self._make(3))
+        elif how == 1:
+            del one[self._random.randrange(len(one))]
+        else:
+            one[self._random.randrange(len(one))] = self._make(3)
+
+    def _change_module(self, one: torch.nn.Module) -> None:
+        how = self._random.randrange(3)
+        if how == 0:
+            one.weight = torch.nn.Parameter(torch.ones(3, dtype=self._random.choice([torch.float32, torch.float64])))
+        elif how == 1:
+            one.bias = None  # type: ignore[assignment]
+        else:
+            one.add_module("inner", torch.nn.Linear(1, 1, bias=False))  # replaces the one before
 
     def _change_dict(self, one: dict[Any, Any]) -> None:
         keys = list(one)
