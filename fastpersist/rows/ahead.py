@@ -47,16 +47,21 @@ def _with_rows(
         for pair in _until_failure(((batch, ask(batch)) for batch in loader), failures):
             asked.append(pair)
             if len(asked) > window:
-                first, ticket = asked.popleft()
-                yield first, ticket.result()
+                yield _taken(asked)
         while asked:
-            first, ticket = asked.popleft()
-            yield first, ticket.result()
+            yield _taken(asked)
         if failures:
             raise failures.pop()
-    finally:  # the loop was left early, or the rows of a batch failed
+    finally:  # the loop was left early, or the rows of a batch failed, or the wait for them was interrupted
         for _, ticket in asked:
             ticket.cancel()
+
+
+def _taken(asked: deque[tuple[Batch, Ticket]]) -> tuple[Batch, torch.Tensor]:
+    first, ticket = asked[0]
+    rows = ticket.result()
+    asked.popleft()
+    return first, rows
 
 
 def _until_failure(pairs: Iterator[tuple[Batch, Ticket]], failures: list[Exception]) -> Iterator[tuple[Batch, Ticket]]:

@@ -484,11 +484,13 @@ class RowStore:
             self._on_device = {}
             native, self._native = self._native, None
             fds, self._fds = self._fds, []
-        if native is not None:
-            native.close()
-        for fd in fds:
-            _native.forget_descriptor(fd)
-            os.close(fd)
+        try:
+            if native is not None:
+                native.close()
+        finally:  # a signal's handler may raise an error there
+            for fd in fds:
+                _native.forget_descriptor(fd)
+                os.close(fd)
 
     def __enter__(self) -> RowStore:
         return self

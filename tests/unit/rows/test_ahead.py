@@ -25,6 +25,8 @@ class Asked:
         self._log.append(f"take {self._batch}")
         if self._batch == 13:
             raise StorageError(5, "unlucky", "file")
+        if self._batch == 33:
+            raise KeyboardInterrupt
         return torch.tensor(self._batch * 10)
 
     def cancel(self) -> None:
@@ -109,11 +111,19 @@ def test_an_interrupt_is_not_put_off() -> None:
     assert log == ["ask 1", "ask 2", "cancel 1", "cancel 2"]
 
 
-def test_an_error_of_a_request_gives_up_the_others() -> None:
+def test_an_error_of_a_request_gives_up_all_that_were_not_taken() -> None:
     pairs, log = loop(range(10, 20), 2)
     with pytest.raises(StorageError):
         list(pairs)
-    assert log[-3:] == ["take 13", "cancel 14", "cancel 15"]
+    assert log[-4:] == ["take 13", "cancel 13", "cancel 14", "cancel 15"]
+
+
+def test_an_interrupted_wait_gives_up_its_request_too() -> None:
+    """Whoever keeps the traceback, as a notebook does, would keep its rows."""
+    pairs, log = loop(range(32, 36), 1)
+    with pytest.raises(KeyboardInterrupt):
+        list(pairs)
+    assert log[-3:] == ["take 33", "cancel 33", "cancel 34"]
 
 
 @pytest.mark.parametrize("window", [0, -1, 1.5, True, None, "8"])

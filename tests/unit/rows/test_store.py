@@ -281,6 +281,23 @@ def test_attributes_say_what_the_table_is(path: Path) -> None:
     assert repr(store).endswith(" closed>")
 
 
+def test_an_interrupt_in_close_leaves_no_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a signal's handler, which runs when the native side has closed."""
+    store = RowStore(path)
+    [fd] = store._fds
+    close = _native.RowStore.close
+
+    def interrupted(native: _native.RowStore) -> None:
+        close(native)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_native.RowStore, "close", interrupted)
+        store.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
 @pytest.mark.parametrize(
     ("source", "options", "error"),
     [
