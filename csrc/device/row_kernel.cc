@@ -152,11 +152,13 @@ Status RowKernel::Start(uintptr_t stream, const std::byte* source, CudaAddress t
   FP_RETURN_IF_ERROR(scope.status());
   Result<const CudaDriver*> driver = CudaDriver::Get();
   if (!driver.ok()) return driver.status();
-  const int32_t* first = rows.data();
-  auto count = static_cast<uint32_t>(rows.size());
-  uint32_t row_bytes = row_bytes_;
-  std::array<void*, 6> arguments = {&source, &target, &first, &places, &count, &row_bytes};
-  const unsigned block_count = std::min((count + kRowsPerBlock - 1) / kRowsPerBlock, kBlockCountMax);
+  // As the kernel's text declares them.
+  std::array<uint64_t, 4> addresses = {reinterpret_cast<uintptr_t>(source), target,
+                                       reinterpret_cast<uintptr_t>(rows.data()), reinterpret_cast<uintptr_t>(places)};
+  std::array<uint32_t, 2> numbers = {static_cast<uint32_t>(rows.size()), row_bytes_};
+  std::array<void*, 6> arguments = {&addresses[0], &addresses[1], &addresses[2],
+                                    &addresses[3], &numbers[0],   &numbers[1]};
+  const unsigned block_count = std::min((numbers[0] + kRowsPerBlock - 1) / kRowsPerBlock, kBlockCountMax);
   return driver.value()->Check(
       driver.value()->LaunchKernel(function_, block_count, 1, 1, kThreadCount, 1, 1, 0,
                                    reinterpret_cast<CudaStream>(stream), arguments.data(), nullptr),

@@ -137,16 +137,20 @@ def _joined(
         for pair in _until_failure(((output, ask(output.node)) for output in outputs), failures):
             asked.append(pair)
             if len(asked) > window:
-                first, _kept = asked.popleft()  # its rows are taken by join, through the store
-                yield join(first)
+                yield _taken(asked, join)
         while asked:
-            first, _kept = asked.popleft()
-            yield join(first)
+            yield _taken(asked, join)
         if failures:
             raise failures.pop()
     finally:  # the loop was left early, or a batch could not be joined
         for _, ticket in asked:
             ticket.cancel()
+
+
+def _taken(asked: deque[tuple[Any, NodeTicket]], join: Callable[[Any], Any]) -> Any:
+    joined = join(asked[0][0])  # takes the rows through the store
+    asked.popleft()
+    return joined
 
 
 def _until_failure(
