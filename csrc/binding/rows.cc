@@ -96,18 +96,36 @@ Result<size_t> GatherCached(RowStore& store, Device& device, const DeviceGather&
   const auto start = [&](std::span<const int32_t> slots, const int32_t* places) {
     return kernel.value().Start(of.stream, store.cache_bytes(), of.target, slots, places);
   };
-  const uint16_t hold = store.BeginHold(of.batch);
-  Result<std::vector<int64_t>> others =
-      store.Hold(of.ids, of.batch, slot_count, of.scratch, of.scratch + of.ids.size(), start);
-  const Status waited = kernel.value().Wait(of.stream);  // after an error, too: copies may have been started
-  size_t found_count = others.ok() && waited.ok() ? of.ids.size() - others.value().size() : 0;
-  if (found_count < of.found_count_min) found_count = 0;
-  store.EndHold(hold, found_count);
-  if (!others.ok()) return others.status();
+  // However this ends, nothing reads the rows any more when the hold ends.
+  struct Hold {
+    ~Hold() {
+      waited = kernel.Wait(stream);
+      store.EndHold(number, waited.ok() ? found_count : 0);
+    }
+    RowStore& store;
+    const RowKernel kernel;
+    const uintptr_t stream;
+    const uint16_t number;
+    Status& waited;
+    size_t found_count = 0;
+  };
+  Status waited;
+  std::vector<int64_t> others;
+  size_t found_count = 0;
+  {
+    Hold hold = {store, kernel.value(), of.stream, store.BeginHold(of.batch), waited};
+    Result<std::vector<int64_t>> found =
+        store.Hold(of.ids, of.batch, slot_count, of.scratch, of.scratch + of.ids.size(), start);
+    if (!found.ok()) return found.status();
+    others = std::move(found).value();
+    found_count = of.ids.size() - others.size();
+    if (found_count < of.found_count_min) found_count = 0;
+    hold.found_count = found_count;
+  }
   FP_RETURN_IF_ERROR(waited);
   if (found_count == 0) return of.ids.size();
-  std::ranges::copy(others.value(), of.others);
-  return others.value().size();
+  std::ranges::copy(others, of.others);
+  return others.size();
 }
 
 class PyRowStore {

@@ -65,7 +65,10 @@ class RowCache {
   // Batches up to this one are being read or have been.
   void SetReadBatch(uint32_t batch) { read_batch_ = std::max(read_batch_, batch); }
   // Whether the use by a batch can be noted: 32 batches ahead can.
-  bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && batch - read_batch_ <= kWindow; }
+  bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && MayKnowBatch(batch); }
+  // Whether uses by a batch may have been noted. Those of a batch that was passed over are noted still; to end them may
+  // end those of a batch kWindow later, too.
+  bool MayKnowBatch(uint32_t batch) const { return batch <= read_batch_ + kWindow; }
   void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }
   // How many slots are kept; looks at all of them.
   uint32_t CountKept() const;

@@ -49,10 +49,10 @@ class RowRequest {
   const uint32_t batch;
   static bool IsRegistered(uint32_t batch) { return batch != kNoBatch && batch != kKeep; }
   bool is_registered() const { return IsRegistered(batch); }
-  std::vector<RowWant> wants;   // sorted; rows that its own reads bring
-  std::vector<RowRead> reads;   // of these; unchanged once the store has planned it
-  std::vector<RowWant> shared;  // rows that reads of other requests bring
-  size_t next_read = 0;         // earlier ones were started or dropped; of the thread that starts them
+  std::vector<RowWant> wants;        // sorted; rows that its own reads bring
+  std::vector<RowRead> reads;        // of these; unchanged once the store has planned it
+  std::vector<RowWant> shared;       // rows that reads of other requests bring
+  std::atomic<size_t> next_read{0};  // earlier ones were started or dropped; only one thread starts them
   size_t unended_read_count = 0;
   uint32_t number = 0;  // in the store
 

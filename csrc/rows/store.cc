@@ -142,7 +142,7 @@ void RowStore::Register(std::span<const int64_t> ids, uint32_t batch) {
 
 void RowStore::Unregister(std::span<const int64_t> ids, uint32_t batch) {
   const std::lock_guard lock(lock_);
-  if (!cache_->KnowsBatch(batch)) return;
+  if (!cache_->MayKnowBatch(batch)) return;
   for (const int64_t id : ids) {
     const uint64_t position = table_.PositionOf(id);
     const uint32_t slot = cache_->Find(position);
@@ -430,7 +430,9 @@ void RowStore::Plan(const std::shared_ptr<RowRequest>& request, std::span<const 
   for (size_t i = 0; i < request->reads.size(); ++i) {
     const RowRead& read = request->reads[i];
     for (uint32_t k = 0; k < read.want_count; ++k) {
-      flights_.Set(CellOf(table_.PlaceOf(request->wants[read.first_want + k].position)), FlightOf(request->number, i));
+      const uint64_t cell = CellOf(table_.PlaceOf(request->wants[read.first_want + k].position));
+      if (flights_.Find(cell) == nullptr)
+        flights_.Set(cell, FlightOf(request->number, i));  // an earlier one stays known
     }
   }
 }
@@ -447,10 +449,13 @@ bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::sp
   if (flight == nullptr) return false;
   const RowRequest& other = *requests_.at(static_cast<uint32_t>(*flight >> 32));
   const RowRead& read = other.reads[static_cast<uint32_t>(*flight)];
-  if (place.offset_bytes < read.offset_bytes ||
-      place.offset_bytes + table_.row_bytes() > read.offset_bytes + read.needed_bytes) {
-    return false;
-  }
+  const uint64_t end = place.offset_bytes + table_.row_bytes();
+  if (place.offset_bytes < read.offset_bytes || end > read.offset_bytes + read.needed_bytes) return false;
+  // Who waits for rows now does not wait behind a queue for one that comes along by chance.
+  const RowWant& last = other.wants[read.first_want + read.want_count - 1];
+  const bool is_asked_for = end <= table_.PlaceOf(last.position).offset_bytes + table_.row_bytes();
+  const bool is_started = static_cast<uint32_t>(*flight) < other.next_read.load(std::memory_order_relaxed);
+  if (!is_asked_for && !is_started && !request->is_registered()) return false;
   const auto first = static_cast<uint32_t>(request->shared.size());
   request->shared.insert(request->shared.end(), same.begin(), same.end());
   request->AwaitReads(1);
@@ -667,7 +672,7 @@ void RowStore::Cache(const Arrival& arrival, const std::byte* bytes) {
     const uint64_t position = same.front().position;
     const bool is_kept = arrival.request->batch == RowRequest::kKeep;
     const uint32_t cached = cache_->Find(position);
-    if (cached != RowCache::kNoSlot) {  // by another request that waited for the same read
+    if (cached != RowCache::kNoSlot) {  // by another request that waited for the read, or along with other rows
       if (is_kept) cache_->Keep(cached);
       return;
     }

@@ -53,7 +53,7 @@ def _with_rows(
         if failures:
             raise failures.pop()
     finally:  # the loop was left early, or the rows of a batch failed, or the wait for them was interrupted
-        for _, ticket in asked:
+        for _, ticket in reversed(asked):  # the other way round each would make room for the next one to be started
             ticket.cancel()
 
 

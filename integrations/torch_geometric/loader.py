@@ -143,7 +143,7 @@ def _joined(
         if failures:
             raise failures.pop()
     finally:  # the loop was left early, or a batch could not be joined
-        for _, ticket in asked:
+        for _, ticket in reversed(asked):  # the other way round each would make room for the next one to be started
             ticket.cancel()
 
 

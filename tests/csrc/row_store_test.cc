@@ -207,7 +207,8 @@ void RowsOfABlockThatIsBeingReadShareTheRead() {
     Bytes first(99 * kNeighbourBytes);
     Bytes second(99 * kNeighbourBytes);
     const auto a = store->Start(requests[0], first.data(), RowRequest::kNoBatch);
-    const auto b = store->Start(requests[1], second.data(), RowRequest::kNoBatch);
+    store->Register(requests[1], 1);
+    const auto b = store->Start(requests[1], second.data(), 1);
     EXPECT_OK(Wait(*a));
     EXPECT_OK(Wait(*b));
     CheckRows(first, requests[0], kNeighbourBytes);
@@ -238,6 +239,24 @@ void RequestsForTheSameRowsShareTheirReads() {
   CheckRows(third, ids, 512);
   const RowStoreStats stats = store->stats();
   EXPECT(stats.read_count == many.size() && stats.shared_count == many.size() + ids.size());
+}
+
+void WhoWaitsForARowDoesNotWaitBehindAQueueForItsNeighbour() {
+  const TableFiles files(kNeighbourBytes, {{0, 99 * kRowsInBlock}});
+  if (!DirectIoLimitsOf(files.file(0).fd()).supported) return;
+  const auto store =
+      Must(RowStore::Open(files.Table(), {.reader = {.engines = {"fault:threads"}, .queue_depth = 1}, .gap_bytes = 0}));
+  const Fault fault(Fault::Delay(300));
+  const std::vector<int64_t> far = EachNth(kRowsInBlock, 6 * kRowsInBlock);
+  Bytes first(far.size() * kNeighbourBytes);
+  store->Register(far, 1);
+  const auto prefetch = store->Start(far, first.data(), 1);  // one read after the other
+  ExpectRows(*store, {far.back() + 1});
+  EXPECT(!prefetch->done() && store->stats().shared_count == 0);
+  ExpectRows(*store, {far.back()});
+  EXPECT(store->stats().shared_count == 1);
+  EXPECT_OK(Wait(*prefetch));
+  CheckRows(first, far, kNeighbourBytes);
 }
 
 void ACancelledRequestLeavesItsReadsToThoseWhoWait() {
@@ -332,6 +351,7 @@ int main(int argc, char** argv) {
        TEST(RowsThatAreKeptNeedNoMoreReads), TEST(RowsThatAreCachedWhenARequestToKeepThemComesAreKept),
        TEST(RowsThatRegisteredRequestsWillUseStayInTheCache), TEST(RequestsForTheSameRowsShareTheirReads),
        TEST(RowsOfABlockThatRequestsWillUseComeWithTheFirstOfThem), TEST(RowsOfABlockThatIsBeingReadShareTheRead),
-       TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait), TEST(MoreSmallRequestsThanQueuesAreDoneToo),
-       TEST(AStoreMayGoWithRequestsUnderWay), TEST(ManyThreadsMayDoAnything)});
+       TEST(WhoWaitsForARowDoesNotWaitBehindAQueueForItsNeighbour), TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait),
+       TEST(MoreSmallRequestsThanQueuesAreDoneToo), TEST(AStoreMayGoWithRequestsUnderWay),
+       TEST(ManyThreadsMayDoAnything)});
 }

@@ -16,7 +16,7 @@ from support.row_tables import make_rows
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.errors import ConfigError, RowIndexError, StorageError
+from fastpersist.errors import ConfigError, DeviceError, RowIndexError, StorageError
 from fastpersist.rows import device_rows, store
 
 pytestmark = GPU
@@ -201,7 +201,7 @@ def test_cached_rows_do_not_pass_through_the_host(
 
 @pytest.mark.usefixtures("by_device")
 @needs_cuda
-@pytest.mark.parametrize("what", ["shape", "memory", "pins"])
+@pytest.mark.parametrize("what", ["shape", "memory", "pins", "refused"])
 def test_the_host_gathers_what_the_device_cannot(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.arange(300, dtype=torch.uint8).view(100, 3) if what == "shape" else torch.arange(100)[:, None]
     fp.write_rows(tmp_path / "table.npy", table)
@@ -209,6 +209,8 @@ def test_the_host_gathers_what_the_device_cannot(what: str, tmp_path: Path, monk
         monkeypatch.setattr(_native.RowStore, "gather_cached", refuse_memory)
     if what == "pins":
         monkeypatch.setattr(_native.RowStore, "gather_cached", lambda *arguments: arguments[4])
+    if what == "refused":
+        monkeypatch.setattr(_native.RowStore, "gather_cached", refuse_launch)
     by_device = count_gathers_by_device(monkeypatch)
     with fp.RowStore(tmp_path / "table.npy") as opened:
         opened.keep(range(100))
@@ -236,6 +238,10 @@ def count_gathers_by_device(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def refuse_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("no room")
+
+
+def refuse_launch(*_: object) -> None:
+    raise DeviceError("copying rows: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
 
 @pytest.mark.usefixtures("by_device")

@@ -129,7 +129,7 @@ def test_a_store_is_closed_while_reads_fail(
 ) -> None:
     skip_without(engine, path.parent)
     with faults(nth=nth, count=EVERY):
-        store = RowStore(path, engine=engine, cache_bytes=0, queue_depth=4)
+        store = RowStore(path, engine=engine, cache_bytes=0, ahead_bytes="1GiB", queue_depth=4)  # all are started
         pairs = store.ahead(range(8, 20), ids=batch, window=8)
         if nth > READS:
             number, rows_of = next(pairs)

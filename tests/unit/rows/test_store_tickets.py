@@ -218,6 +218,34 @@ def test_by_default_as_many_are_under_way_as_keep_a_disk_busy(path: Path, rows: 
             assert torch.equal(ticket.result(), rows[300 * first : 300 * (first + 1)])
 
 
+def test_a_loop_that_is_left_starts_nothing_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [torch.arange(1000 * first, 1000 * (first + 1)) for first in range(20)]
+    with RowStore(path, engine=FAULTY, cache_bytes=0) as store, slow(20):
+        pairs = store.ahead(batches, ids=lambda batch: batch, window=10)
+        next(pairs)
+        monkeypatch.setattr(RowStore, "_start_ticket", lambda *_: pytest.fail("a request was started"))
+        pairs.close()  # type: ignore[attr-defined] # it is a generator
+        assert not store._under_way
+
+
+def test_uses_of_requests_that_were_passed_over_end_with_them(path: Path, rows: torch.Tensor) -> None:
+    """Their rows would stay in the cache for good, as rows that are used soon."""
+    with RowStore(path, cache_bytes=100 * (rows[0].nbytes + 28), ahead_bytes=0) as store:
+        tickets = [store.prefetch(range(100 * first, 100 * (first + 1))) for first in range(6)]
+        tickets[5].result()
+        for ticket in tickets[2:5]:
+            ticket.cancel()
+        tickets[0].result()
+        tickets[1].result()
+        store.gather(range(200, 500))
+        favourites = range(1000, 1100)
+        for _ in range(8):
+            store.gather(favourites)
+        before = store.stats().hit_count
+        store.gather(favourites)
+        assert store.stats().hit_count - before > 80
+
+
 def test_as_many_are_under_way_as_there_is_memory_for(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path, engine=FAULTY, cache_bytes=0, ahead_bytes=4 * MANY_BYTES) as store, slow(5):
         tickets = [asked(store, first) for first in range(10)]
