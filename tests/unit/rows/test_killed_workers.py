@@ -24,6 +24,8 @@ from fastpersist.rows.writer import write_rows
 
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
+pytestmark = pytest.mark.slow  # starts processes, and waits for torch to notice that they are gone
+
 COUNT = 20_000
 MANY = torch.arange(0, COUNT, 100)  # more reads than a caller does itself
 ENGINES = ("fault:uring", "fault:threads-buffered")
