@@ -27,6 +27,7 @@ constexpr unsigned kCudaStreamNonBlocking = 1;     // CU_STREAM_NON_BLOCKING
 constexpr unsigned kCudaEventDisableTiming = 2;    // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kCudaHostRegisterPortable = 1;  // CU_MEMHOSTREGISTER_PORTABLE: pinned for all contexts
 constexpr int kCudaCaptureModeRelaxed = 2;         // CU_STREAM_CAPTURE_MODE_RELAXED
+constexpr int kCudaReadsHostPointers = 91;         // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 struct CudaDriver {
   // NOLINTBEGIN(readability-identifier-naming): the names of the driver

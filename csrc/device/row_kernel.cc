@@ -11,8 +11,6 @@
 namespace fastpersist {
 namespace {
 
-constexpr int kReadsHostPointers = 91;  // CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-
 constexpr unsigned kThreadCount = 256;  // of a block
 constexpr unsigned kRowsPerBlock = kThreadCount / 32;
 constexpr unsigned kBlockCountMax = 528;  // enough reads in flight for the bus
@@ -107,8 +105,8 @@ Status LoadInto(CudaModule& module, const CudaDriver& driver, int ordinal) {
   CudaDeviceId id = 0;
   FP_RETURN_IF_ERROR(driver.Check(driver.DeviceGet(&id, ordinal), "cuDeviceGet"));
   int reads_host_pointers = 0;
-  FP_RETURN_IF_ERROR(
-      driver.Check(driver.DeviceGetAttribute(&reads_host_pointers, kReadsHostPointers, id), "cuDeviceGetAttribute"));
+  FP_RETURN_IF_ERROR(driver.Check(driver.DeviceGetAttribute(&reads_host_pointers, kCudaReadsHostPointers, id),
+                                  "cuDeviceGetAttribute"));
   if (reads_host_pointers == 0) {
     return Status::Error(StatusCode::kUnsupported,
                          "cuda:" + std::to_string(ordinal) + " does not read pinned host memory at its address");

@@ -431,8 +431,8 @@ void RowStore::Plan(const std::shared_ptr<RowRequest>& request, std::span<const 
     const RowRead& read = request->reads[i];
     for (uint32_t k = 0; k < read.want_count; ++k) {
       const uint64_t cell = CellOf(table_.PlaceOf(request->wants[read.first_want + k].position));
-      if (flights_.Find(cell) == nullptr)
-        flights_.Set(cell, FlightOf(request->number, i));  // an earlier one stays known
+      if (flights_.Find(cell) != nullptr) continue;  // an earlier read stays known
+      flights_.Set(cell, FlightOf(request->number, i));
     }
   }
 }

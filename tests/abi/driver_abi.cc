@@ -40,6 +40,7 @@ static_assert(kCudaStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(kCudaEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(kCudaHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(kCudaCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
+static_assert(kCudaReadsHostPointers == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);
 static_assert(CU_STREAM_CAPTURE_STATUS_NONE == 0, "what StreamIsCapturing says of a stream that is none");
 static_assert(kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
 static_assert(kStubLibrary == CUDA_ERROR_STUB_LIBRARY);
