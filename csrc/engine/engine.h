@@ -89,6 +89,9 @@ struct EngineOptions {
   uint32_t thread_count = 0;  // threads and cufile only; 0: min(queue_depth, 16)
   // Reap does not wait while this descriptor is readable. Its owner is the caller. Not for cufile.
   int wake_fd = -1;
+  // Not empty: the buffers of all requests lie in it, and it stays mapped as long as the engine. uring pins it once,
+  // not at each request, where the kernel and its limit of locked memory permit.
+  std::span<std::byte> memory = {};  // NOLINT(readability-redundant-member-init): gcc warns without it
 };
 
 // Every name that CreateEngine knows, without "fault:", best first.

@@ -27,9 +27,12 @@ inline constexpr uint32_t kSqTaskrun = 1U << 2;
 
 inline constexpr uint8_t kOpReadv = 1;
 inline constexpr uint8_t kOpWritev = 2;
+inline constexpr uint8_t kOpReadFixed = 4;  // buffer_index says in which registered buffer
+inline constexpr uint8_t kOpWriteFixed = 5;
 inline constexpr uint8_t kOpRead = 22;   // Linux 5.6
 inline constexpr uint8_t kOpWrite = 23;  // Linux 5.6
 
+inline constexpr uint32_t kRegisterBuffers = 0;
 inline constexpr uint32_t kRegisterProbe = 8;  // Linux 5.6
 inline constexpr uint16_t kOpSupported = 1U << 0;
 
@@ -62,9 +65,9 @@ struct Sqe {
   uint64_t off, addr;
   uint32_t len, rw_flags;
   uint64_t user_data;
-  uint64_t unused[3];
+  uint16_t buffer_index, unused[11];
 };
-static_assert(sizeof(Sqe) == 64 && offsetof(Sqe, user_data) == 32);
+static_assert(sizeof(Sqe) == 64 && offsetof(Sqe, buffer_index) == 40);
 
 struct Cqe {
   uint64_t user_data;

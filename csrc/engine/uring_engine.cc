@@ -85,7 +85,7 @@ class UringEngine final : public IoEngine {
       : name_(std::move(name)), limits_(limits), wake_fd_(wake_fd) {}
   ~UringEngine() override;
 
-  Status Open(UringAbi abi);
+  Status Open(UringAbi abi, std::span<std::byte> memory);
 
   std::string_view name() const override { return name_; }
   const EngineLimits& limits() const override { return limits_; }
@@ -102,6 +102,7 @@ class UringEngine final : public IoEngine {
   };
 
   bool HasPlainReadWrite() const;
+  bool Register(std::span<std::byte> memory) const;
   uint32_t queued_count() const { return sq_tail_ - LoadAcquire(shared_sq_head_); }
   size_t TakeCompletions(std::span<IoCompletion> out);
   Status Wait(size_t count, const Deadline& deadline);
@@ -115,6 +116,7 @@ class UringEngine final : public IoEngine {
   // On the heap so that a forked child can leave it alone: other objects may have these addresses there.
   std::unique_ptr<Ring> ring_ = std::make_unique<Ring>();
   bool plain_read_write_ = false;
+  bool registered_memory_ = false;
   bool timeout_argument_ = false;
 
   uint32_t* shared_sq_head_ = nullptr;
@@ -167,7 +169,7 @@ Status SetupError(int sys_errno) {
   }
 }
 
-Status UringEngine::Open(UringAbi abi) {
+Status UringEngine::Open(UringAbi abi, std::span<std::byte> memory) {
   uring_abi::Params params = {};
   int opened = -EINVAL;
   if (abi == UringAbi::kNewest) {
@@ -209,6 +211,7 @@ Status UringEngine::Open(UringAbi abi) {
   for (uint32_t entry = 0; entry < params.sq_entries; ++entry) index_of[entry] = entry;
 
   plain_read_write_ = abi == UringAbi::kNewest && HasPlainReadWrite();
+  registered_memory_ = plain_read_write_ && !memory.empty() && Register(memory);
   timeout_argument_ = abi == UringAbi::kNewest && (params.features & uring_abi::kFeatureExtArg) != 0;
 
   slots_.resize(limits_.queue_depth);
@@ -222,6 +225,12 @@ bool UringEngine::HasPlainReadWrite() const {
   if (syscall(uring_abi::kSysRegister, fd_, uring_abi::kRegisterProbe, &probe, std::size(probe.ops)) < 0) return false;
   const auto supported = [&probe](uint8_t op) { return (probe.ops[op].flags & uring_abi::kOpSupported) != 0; };
   return probe.last_op >= uring_abi::kOpWrite && supported(uring_abi::kOpRead) && supported(uring_abi::kOpWrite);
+}
+
+// Returns false where the memory is more than RLIMIT_MEMLOCK leaves, or is of a kind that cannot be pinned.
+bool UringEngine::Register(std::span<std::byte> memory) const {
+  const iovec vector = {.iov_base = memory.data(), .iov_len = memory.size()};
+  return syscall(uring_abi::kSysRegister, fd_, uring_abi::kRegisterBuffers, &vector, 1) == 0;
 }
 
 UringEngine::~UringEngine() {
@@ -256,7 +265,8 @@ QueueResult UringEngine::Queue(const IoRequest& request) {
   sqe.off = request.offset_bytes;
   sqe.user_data = index;
   if (plain_read_write_) {
-    sqe.opcode = read ? uring_abi::kOpRead : uring_abi::kOpWrite;
+    sqe.opcode = registered_memory_ ? (read ? uring_abi::kOpReadFixed : uring_abi::kOpWriteFixed)
+                                    : (read ? uring_abi::kOpRead : uring_abi::kOpWrite);
     sqe.addr = reinterpret_cast<uint64_t>(request.buffer);
     sqe.len = request.size_bytes;
   } else {
@@ -355,7 +365,7 @@ Result<size_t> UringEngine::Reap(std::span<IoCompletion> out, size_t min_count, 
 Result<std::unique_ptr<IoEngine>> CreateUringEngine(const EngineOptions& options, bool direct, UringAbi abi) {
   auto engine = std::make_unique<UringEngine>(
       options.name, EngineLimits{.queue_depth = options.queue_depth, .direct = direct}, options.wake_fd);
-  FP_RETURN_IF_ERROR(engine->Open(abi));
+  FP_RETURN_IF_ERROR(engine->Open(abi, options.memory));
   return std::unique_ptr<IoEngine>(std::move(engine));
 }
 

@@ -34,20 +34,24 @@ RowReader::~RowReader() {
 Result<std::unique_ptr<RowReader>> RowReader::Open(const RowTable& table, const RowReaderOptions& options) {
   std::vector<PumpFile> files;
   for (const RowPiece& piece : table.pieces()) files.push_back({piece.fd, piece.path});
+  const uint64_t row_read_bytes = table.row_bytes() + (2 * kBlockBytesMax);
+  const uint64_t ring_bytes = AlignUp(std::max(options.ring_bytes, 4 * row_read_bytes), kHugePageBytes);
+  std::byte* const ring = MapBuffers(ring_bytes);
+  if (ring == nullptr) {
+    return Status::Error(StatusCode::kNoMemory,
+                         "no memory for the " + std::to_string(ring_bytes) + " bytes that rows are read into");
+  }
   Result<std::unique_ptr<IoPump>> pump = IoPump::Open(std::move(files), {.engines = options.engines,
                                                                          .queue_depth = options.queue_depth,
                                                                          .thread_count = options.thread_count,
                                                                          .wake_fd = -1,
                                                                          .poll = {},
                                                                          .outlives_failures = true,
-                                                                         .limits = options.limits});
-  if (!pump.ok()) return pump.status();
-  const uint64_t row_read_bytes = table.row_bytes() + (2 * pump.value()->block_bytes());
-  const uint64_t ring_bytes = AlignUp(std::max(options.ring_bytes, 4 * row_read_bytes), kHugePageBytes);
-  std::byte* const ring = MapBuffers(ring_bytes);
-  if (ring == nullptr) {
-    return Status::Error(StatusCode::kNoMemory,
-                         "no memory for the " + std::to_string(ring_bytes) + " bytes that rows are read into");
+                                                                         .limits = options.limits,
+                                                                         .memory = {ring, ring_bytes}});
+  if (!pump.ok()) {
+    UnmapBuffers(ring, ring_bytes);
+    return pump.status();
   }
   return std::unique_ptr<RowReader>(new RowReader(ring, ring_bytes, std::move(pump).value()));
 }

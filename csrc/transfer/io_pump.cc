@@ -69,7 +69,8 @@ Result<std::unique_ptr<IoEngine>> IoPump::OpenEngine(const std::string& name) co
   Result<std::unique_ptr<IoEngine>> engine = CreateEngine({.name = name,
                                                            .queue_depth = options_.queue_depth,
                                                            .thread_count = options_.thread_count,
-                                                           .wake_fd = options_.wake_fd});
+                                                           .wake_fd = options_.wake_fd,
+                                                           .memory = options_.memory});
   if (!engine.ok()) return engine;
   const bool direct = engine.value()->limits().direct;
   if (direct && !limits_.supported) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +39,8 @@ struct PumpOptions {
   // What another pump has found out about these files. To ask again would set and clear O_DIRECT beneath that pump, and
   // its reads and writes would fail that are not aligned.
   std::optional<DirectIoLimits> limits = std::nullopt;
+  // As in EngineOptions.
+  std::span<std::byte> memory = {};  // NOLINT(readability-redundant-member-init): gcc warns without it
   // Null: the steady clock.
   TransferClock* clock = nullptr;
   // For simulations: these engines and limits replace CreateEngine and the limits of the file. The descriptor is not

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -52,6 +54,10 @@ static_assert(offsetof(io_uring_sqe, fd) == offsetof(fastpersist::uring_abi::Sqe
 static_assert(offsetof(io_uring_sqe, off) == offsetof(fastpersist::uring_abi::Sqe, off));
 static_assert(offsetof(io_uring_sqe, addr) == offsetof(fastpersist::uring_abi::Sqe, addr));
 static_assert(offsetof(io_uring_sqe, len) == offsetof(fastpersist::uring_abi::Sqe, len));
+static_assert(offsetof(io_uring_sqe, buf_index) == offsetof(fastpersist::uring_abi::Sqe, buffer_index));
+static_assert(IORING_REGISTER_BUFFERS == fastpersist::uring_abi::kRegisterBuffers);
+static_assert(IORING_OP_READ_FIXED == fastpersist::uring_abi::kOpReadFixed);
+static_assert(IORING_OP_WRITE_FIXED == fastpersist::uring_abi::kOpWriteFixed);
 static_assert(offsetof(io_uring_sqe, user_data) == offsetof(fastpersist::uring_abi::Sqe, user_data));
 static_assert(sizeof(io_uring_cqe) == sizeof(fastpersist::uring_abi::Cqe));
 static_assert(IORING_OFF_SQES == fastpersist::uring_abi::kOffsetSqes);

@@ -542,6 +542,85 @@ void UseOfAnInheritedEngineAborts(const Candidate& candidate) {
   EXPECT(RunOne(*engine, Read(file, buffer.all(), 0, 0)).sys_errno == 0);
 }
 
+// VmPin of /proc/self/status: what the kernel keeps pinned for this process.
+uint64_t PinnedBytes() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    if (word != "VmPin:") continue;
+    uint64_t kibibytes = 0;
+    status >> kibibytes;
+    return kibibytes * 1024;
+  }
+  return 0;
+}
+
+constexpr uint64_t kOneMemoryBytes = 64 * kAlignment;
+
+// Writes and reads back blocks of the memory that the engine was told of, with a request among them that fails, and
+// drops the engine with requests in flight. Returns the bytes that were pinned for it.
+uint64_t UseOneMemory(const Candidate& candidate) {
+  constexpr uint64_t kCount = kOneMemoryBytes / kAlignment;
+  Buffer buffer(kOneMemoryBytes);
+  Fill(buffer.all(), 0);
+  const uint64_t pinned_before = PinnedBytes();
+  const File file(g_scratch.path("memory"), O_CREAT | O_RDWR, candidate.direct);
+  auto made = candidate.create({.name = candidate.name, .queue_depth = kCount, .memory = buffer.all()});
+  if (!EXPECT_WITH(made.ok(), made.status().message())) return 0;
+  const std::unique_ptr<IoEngine> engine = std::move(made).value();
+  const uint64_t pinned_bytes = PinnedBytes() - pinned_before;
+  const auto run_all = [&](IoOp op) {
+    for (uint64_t i = 0; i < kCount; ++i) {
+      IoRequest request = Read(file, buffer.span(i * kAlignment, kAlignment), i * kAlignment, i);
+      request.op = op;
+      if (i == 5) request.fd = -1;
+      EXPECT(engine->Queue(request) == QueueResult::kQueued);
+    }
+    EXPECT(engine->Submit().ok());
+    for (const auto& [tag, completion] : ReapAll(*engine)) {
+      const bool failed = completion.sys_errno == EBADF;
+      const bool moved = completion.sys_errno == 0 && completion.done_bytes == kAlignment;
+      EXPECT_WITH(candidate.moves_bytes && tag == 5 ? failed : moved, Describe(completion));
+    }
+  };
+  for (uint64_t i = 0; i < kCount; ++i) Fill(buffer.span(i * kAlignment, kAlignment), static_cast<int>(i + 1));
+  run_all(IoOp::kWrite);
+  Fill(buffer.all(), 0);
+  run_all(IoOp::kRead);
+  for (uint64_t i = 0; candidate.moves_bytes && i < kCount; ++i) {
+    EXPECT(AllEqual(buffer.span(i * kAlignment, kAlignment), i == 5 ? 0 : static_cast<int>(i + 1)));
+  }
+  EXPECT(engine->Queue(Read(file, buffer.span(0, kAlignment), 0, 0)) == QueueResult::kQueued);
+  EXPECT(engine->Submit().ok());
+  return pinned_bytes;
+}
+
+// As a process that has no right to lock memory.
+bool GiveUpLockedMemory() {
+  const rlimit none = {};
+  __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+  __user_cap_data_struct rights[2] = {};
+  if (setrlimit(RLIMIT_MEMLOCK, &none) != 0 || syscall(SYS_capget, &header, rights) != 0) return false;
+  rights[CAP_TO_INDEX(CAP_IPC_LOCK)].effective &= ~CAP_TO_MASK(CAP_IPC_LOCK);
+  return syscall(SYS_capset, &header, rights) == 0;
+}
+
+void MemoryThatIsKnownBeforehandWorks(const Candidate& candidate) {
+  const uint64_t pinned_bytes = UseOneMemory(candidate);
+  if (candidate.name == "uring") {
+    rlimit limit = {};
+    FP_CHECK(getrlimit(RLIMIT_MEMLOCK, &limit) == 0);
+    EXPECT_WITH(pinned_bytes == kOneMemoryBytes || limit.rlim_cur < kOneMemoryBytes, std::to_string(pinned_bytes));
+    EXPECT(ExitCodeOfChild([&] {
+             FP_CHECK(GiveUpLockedMemory());
+             if (!candidate.create({.name = candidate.name}).ok()) return 0;  // a kernel that counts the ring itself
+             g_failure_count = 0;
+             EXPECT(UseOneMemory(candidate) == 0);
+             return g_failure_count;
+           }) == 0);
+  }
+  unlink(g_scratch.path("memory").c_str());
+}
+
 // A timer whose signals interrupt every system call that can be interrupted.
 void SignalsDoNotShow(const Candidate& candidate) {
   struct sigaction ignore = {};
@@ -582,6 +661,7 @@ void RunAll(const Candidate& candidate) {
   OwnerMayChangeBetweenThreads(candidate);
   ForkWithRequestsInFlightHurtsNobody(candidate);
   UseOfAnInheritedEngineAborts(candidate);
+  MemoryThatIsKnownBeforehandWorks(candidate);
   SignalsDoNotShow(candidate);
 }
 
