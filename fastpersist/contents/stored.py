@@ -20,6 +20,7 @@ from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.locks import HeldDirectory, hold_for_reading
 from fastpersist.commit.step_listing import check_files, read_manifest
 from fastpersist.errors import ConfigError, FormatError, InternalError, StorageError, UnsupportedError
+from fastpersist.formats.byte_ranges import row_major_strides
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, step_of
 from fastpersist.formats.pickle_scan import iter_tensors
 from fastpersist.formats.pickle_tensors import SymbolicTensor
@@ -79,7 +80,7 @@ class Stored(NamedTuple):
         """Whether its values lie in the file as they are, row-major without gaps."""
         if self.rows is not None or self.is_conj or self.is_neg:
             return False
-        return self.stride == _row_major(self.shape) or self.layout.is_contiguous()
+        return self.stride == row_major_strides(self.shape) or self.layout.is_contiguous()
 
     @property
     def path(self) -> str:
@@ -189,7 +190,7 @@ def _add_shards(contents: Contents, stack: ExitStack, directory: str, engine: st
     for name, (dtype, shape) in shards.tensors.items():
         if shards.is_plain(name):
             rows = functools.partial(shards.rows, name)
-            contents.tensors[name] = Stored(name, dtype, shape, _row_major(shape), None, 0, rows=rows)
+            contents.tensors[name] = Stored(name, dtype, shape, row_major_strides(shape), None, 0, rows=rows)
         else:
             contents.unreadable[name] = f"it is a quantized tensor ({dtype})"
     contents.values.update(shards.values())
@@ -244,13 +245,8 @@ def _add_safetensors(contents: Contents, stack: ExitStack, path: str, prefix: st
         free = contents._free(prefix + name)
         file = source.file(place.file)
         contents.tensors[free] = Stored(
-            free, place.dtype, place.shape, _row_major(place.shape), file, place.offset_bytes, place.crc32
+            free, place.dtype, place.shape, row_major_strides(place.shape), file, place.offset_bytes, place.crc32
         )
-
-
-@functools.lru_cache(maxsize=256)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
 def _add_torch_zip(contents: Contents, source: CheckpointSource, file: TensorFile, prefix: str) -> None:

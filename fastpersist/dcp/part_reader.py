@@ -38,7 +38,7 @@ from fastpersist.errors import (
     UnsupportedError,
 )
 from fastpersist.formats import torch_zip
-from fastpersist.formats.byte_ranges import Extent
+from fastpersist.formats.byte_ranges import Extent, row_major_strides, runs_of_box
 from fastpersist.formats.pickle_scan import SymbolicTensor, iter_tensors, scan_pickle
 from fastpersist.transfer.reader import Extents, read_extents
 
@@ -399,26 +399,6 @@ def _described(pickled: bytes) -> SymbolicTensor | None:
 # --- parts of tensors
 
 
-def _run_of(shape: Shape, lengths: Shape) -> tuple[int, int]:
-    """Return how many leading dimensions a box has to be split along into contiguous runs, and the elements of a run.
-
-    Worked example: (2, 3, 8) of a tensor of (5, 4, 8) lies in two runs, one for each index of the first dimension, of
-    3 * 8 elements: (1, 24).
-    """
-    dimension = len(shape)
-    run = 1
-    while dimension:
-        dimension -= 1
-        run *= lengths[dimension]
-        if lengths[dimension] != shape[dimension]:
-            break
-    return dimension, run
-
-
-def _strides(shape: Shape) -> Shape:
-    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
-
-
 def _covered_count(lengths: Shape, strides: Shape) -> int:
     """Return the elements from the first of a box to its last."""
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
@@ -431,8 +411,8 @@ def pieces(one: Wanted) -> Iterator[Wanted]:
         return
     dtype, shape = one.stored
     cut = next((dimension for dimension, length in enumerate(one.lengths) if length > 1), None)
-    _, run = _run_of(shape, one.lengths)
-    covered_bytes = _covered_count(one.lengths, _strides(shape)) * dtype.itemsize
+    _, run = runs_of_box(shape, one.lengths)
+    covered_bytes = _covered_count(one.lengths, row_major_strides(shape)) * dtype.itemsize
     if cut is None or covered_bytes <= _TEMPORARY_BYTES or run * dtype.itemsize >= _RUN_BYTES_MIN:
         yield one
         return
@@ -543,14 +523,14 @@ class Batch:
             The extent whose CRC is that of the whole tensor, and what to do when everything is read.
         """
         target = _target_of(one)
-        strides = _strides(payload.shape)
+        strides = row_major_strides(payload.shape)
         itemsize = payload.dtype.itemsize
         first = payload.offset_bytes + itemsize * sum(map(operator.mul, one.offsets, strides))
         count = math.prod(one.lengths)
         with_crc = self._reader.verify and one.lengths == payload.shape
         if not count:
             return None, lambda: one.done(b"")
-        outer, run = _run_of(payload.shape, one.lengths)
+        outer, run = runs_of_box(payload.shape, one.lengths)
         run_bytes = run * itemsize
         if run != count and run_bytes < _RUN_BYTES_MIN:
             covered = self.add_bytes(first, _covered_count(one.lengths, strides) * itemsize)

@@ -1,14 +1,19 @@
-"""Ranges of bytes in a source and in a file: joined, intersected, subtracted, mapped. Pure integers."""
+"""Ranges of bytes in a source and in a file: joined, intersected, subtracted, mapped. Pure integers.
+
+A box of a row-major tensor (offsets and lengths by dimension) lies in a file as runs of elements without gaps.
+"""
 
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["ByteRange", "Extent", "ExtentMap", "merged", "overlaps", "without"]
+__all__ = ["ByteRange", "Extent", "ExtentMap", "merged", "overlaps", "row_major_strides", "runs_of_box", "without"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +142,23 @@ class ExtentMap:
                 found.append(Extent.between(low, high))
             index += 1
         return found
+
+
+@functools.lru_cache(maxsize=256)
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor without gaps, in elements."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
+def runs_of_box(shape: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many leading dimensions a box has to be split along into runs, and the elements of a run.
+
+    Worked example: (2, 3, 8) of a tensor of (5, 4, 8) lies in two runs, one for each index of the first dimension, of
+    3 * 8 elements: (1, 24).
+    """
+    run = 1
+    for dimension in reversed(range(len(shape))):
+        run *= lengths[dimension]
+        if lengths[dimension] != shape[dimension]:
+            return dimension, run
+    return 0, run

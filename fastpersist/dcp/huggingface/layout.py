@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from fastpersist.dcp.blobs import Shape
 from fastpersist.errors import ConfigError
 from fastpersist.formats import safetensors
+from fastpersist.formats.byte_ranges import row_major_strides, runs_of_box
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.safetensors import INDEX_NAME, SINGLE_NAME
 
@@ -171,7 +172,7 @@ def _tensors_in(plans: Sequence[SavePlan], order: Iterable[str], unit_bytes: int
             )
         lengths = tuple(data.chunk.sizes)
         tensor.element_count += math.prod(lengths)
-        outer, run = _run_of(shape, lengths)
+        outer, run = runs_of_box(shape, lengths)
         if math.prod(lengths[:outer]) > 1 and run:
             tensor.run_bytes = min(tensor.run_bytes or sys.maxsize, run * dtype.itemsize)
             tensor.gathered = tensor.run_bytes < run_bytes_min
@@ -310,7 +311,7 @@ def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
         return Runs([], [])
     if place.gathered:
         return Runs([], [(0, size_bytes, place.offset_bytes)])
-    outer, run = _run_of(shape, lengths)
+    outer, run = runs_of_box(shape, lengths)
     run_bytes = run * itemsize
     starts = _run_starts(shape, offsets, lengths[:outer], itemsize, place.offset_bytes)
     runs = Runs(list(zip(range(0, size_bytes, run_bytes), itertools.repeat(run_bytes), starts, strict=False)), [])
@@ -334,19 +335,9 @@ def _in_units(runs: Iterable[Run], unit_bytes: int) -> Runs:
     return Runs([run for run in found.own if run[1]], [run for run in found.left if run[1]])
 
 
-def _run_of(shape: Shape, lengths: Shape) -> tuple[int, int]:
-    """Return how many leading dimensions a box has to be split along into runs, and the elements of a run."""
-    run = 1
-    for dimension in reversed(range(len(shape))):
-        run *= lengths[dimension]
-        if lengths[dimension] != shape[dimension]:
-            return dimension, run
-    return 0, run
-
-
 def _run_starts(shape: Shape, offsets: Shape, outer_lengths: Shape, itemsize: int, offset_bytes: int) -> list[int]:
     """Return where each run of a box begins, in a file in which its tensor begins at `offset_bytes`."""
-    strides = [math.prod(shape[dimension + 1 :]) * itemsize for dimension in range(len(shape))]
+    strides = [stride * itemsize for stride in row_major_strides(shape)]
     starts = torch.tensor([offset_bytes + sum(map(operator.mul, offsets, strides))])
     for length, stride in zip(outer_lengths, strides, strict=False):
         starts = (starts.unsqueeze(-1) + torch.arange(length) * stride).reshape(-1)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpersist.formats.byte_ranges import Extent, ExtentMap, merged, overlaps, without
+from fastpersist.formats.byte_ranges import (
+    Extent,
+    ExtentMap,
+    merged,
+    overlaps,
+    row_major_strides,
+    runs_of_box,
+    without,
+)
 
 extents = st.lists(st.builds(Extent, st.integers(0, 500), st.integers(0, 100)))
 
@@ -49,3 +58,18 @@ def test_places_in_a_part_and_in_the_file_are_each_others_inverse() -> None:
     for start, end in itertools.combinations(range(8, 45), 2):
         inside = [offset for low, size in found.within(start, end - start) for offset in range(low, low + size)]
         assert inside == [offset for offset in places if start <= offset < end]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=4))
+def test_a_box_lies_in_runs_that_cannot_be_longer(dimensions: list[tuple[int, int]]) -> None:
+    shape, lengths = tuple(map(max, dimensions)), tuple(map(min, dimensions))
+    strides = row_major_strides(shape)
+    places = [
+        sum(index * stride for index, stride in zip(indices, strides, strict=True))
+        for indices in itertools.product(*map(range, lengths))
+    ]
+    outer, run = runs_of_box(shape, lengths)
+    runs = [places[start : start + run] for start in range(0, len(places), run)]
+    assert len(runs) == math.prod(lengths[:outer])
+    assert all(one == list(range(one[0], one[0] + run)) for one in runs)
+    assert all(other[0] > one[-1] + 1 for one, other in itertools.pairwise(runs))
