@@ -30,6 +30,8 @@ __all__ = [
     "check_file_name",
     "checked_step",
     "encode_manifest",
+    "file_entry_of",
+    "natural_number",
     "parse_manifest",
     "rank_file_name",
     "step_name",
@@ -418,7 +420,7 @@ def _manifest_of(content: dict[str, object]) -> CheckpointManifest:
     number = content.get("commit_number")
     return CheckpointManifest(
         files=_files_of(content.get("files")),
-        step=None if step is None else _natural_number(step, '"step"'),
+        step=None if step is None else natural_number(step, '"step"'),
         time_s=_time_of(content.get("time_s")),
         metrics={name: _metric_of(name, value) for name, value in _table(content, "metrics").items()},
         versions={name: _text(value) for name, value in _table(content, "versions").items()},
@@ -427,11 +429,12 @@ def _manifest_of(content: dict[str, object]) -> CheckpointManifest:
             name: value if isinstance(value, float) else _text_or_integer(value)
             for name, value in _table(content, "stats").items()
         },
-        commit_number=None if number is None else _natural_number(number, '"commit_number"'),
+        commit_number=None if number is None else natural_number(number, '"commit_number"'),
     )
 
 
-def _natural_number(value: object, what: str) -> int:
+def natural_number(value: object, what: str) -> int:
+    """Return a number that a record holds; raise ValueError if it is no integer, or not in the range."""
     if type(value) is not int or not 0 <= value < _INTEGER_LIMIT:  # bool is a subclass of int
         raise ValueError(f"{what} is {_shown(value)}, not an integer from 0 to 2**63 - 1")
     return value
@@ -448,19 +451,20 @@ def _files_of(listed: object) -> tuple[FileEntry, ...]:
         raise ValueError('"files" is missing or no list')
     if len(listed) > _FILE_COUNT_MAX:
         raise ValueError(f"it lists {len(listed)} files, more than {_FILE_COUNT_MAX}")
-    entries = [_file_of(item) for item in listed]
+    entries = [file_entry_of(item) for item in listed]
     _check_that_names_fit_together([entry.name for entry in entries])
     return tuple(sorted(entries, key=_by_name))
 
 
-def _file_of(item: object) -> FileEntry:
+def file_entry_of(item: object) -> FileEntry:
+    """Return what a record says of a file; raise ValueError if that is no object, or breaks one of the rules."""
     if not isinstance(item, dict):
         raise ValueError(f"a file is described by {_shown(item)}, not by an object")
     name = item.get("name")
     if not isinstance(name, str):
         raise ValueError(f"a file has the name {_shown(name)}")
     check_file_name(name)
-    size_bytes = _natural_number(item.get("size_bytes"), f"the size of the file {_shown(name)}")
+    size_bytes = natural_number(item.get("size_bytes"), f"the size of the file {_shown(name)}")
     crc = item.get("crc32")
     if crc is not None and not (isinstance(crc, str) and _CRC.fullmatch(crc)):
         raise ValueError(f"the file {_shown(name)} has the CRC {_shown(crc)}, not eight hexadecimal digits")

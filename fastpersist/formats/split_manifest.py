@@ -17,7 +17,7 @@ from typing import Any
 
 from fastpersist.errors import ConfigError, FormatError
 from fastpersist.formats.byte_ranges import Extent
-from fastpersist.formats.manifest import check_file_name
+from fastpersist.formats.manifest import check_file_name, file_entry_of, natural_number
 
 __all__ = [
     "COPY_NAME",
@@ -42,10 +42,8 @@ PARTS_LIMIT_BYTES = 64 << 20
 """The longest record that is read."""
 
 _FORMAT = 1
-_LIMIT = 1 << 63
 _RANK_COUNT_MAX = 1_000_000
 _TOKEN = re.compile(r"[0-9a-f]{32}")
-_CRC = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +195,7 @@ def _record_of(content: Any) -> PartsRecord:
     ranks = [rank for store in stores for rank in store.ranks]
     if sorted(ranks) != list(range(len(ranks))):
         raise ValueError("a rank is in no store, or in two")
-    own = _number(content.get("store"), '"store"')
+    own = natural_number(content.get("store"), '"store"')
     if own >= len(stores):
         raise ValueError(f"there is no store {own}")
     files = tuple(_file_of(one, set(stores[own].ranks)) for one in _list(content, "files"))
@@ -211,10 +209,7 @@ def _own_files_of(content: dict[str, Any]) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str):
             raise ValueError("a name of a file is no text")
-        try:
-            check_file_name(name)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        check_file_name(name)
     return tuple(names)
 
 
@@ -222,34 +217,25 @@ def _store_of(item: Any) -> Store:
     if not isinstance(item, dict) or not isinstance(item.get("host"), str):
         raise ValueError("a store is no object with a host")
     item["host"].encode()  # escapes can spell half a surrogate pair, which is no text
-    ranks = tuple(_number(rank, "a rank") for rank in _list(item, "ranks"))
+    ranks = tuple(natural_number(rank, "a rank") for rank in _list(item, "ranks"))
     if not ranks or len(ranks) > _RANK_COUNT_MAX or any(one >= next_one for one, next_one in pairwise(ranks)):
         raise ValueError("the ranks of a store are none, too many, or not ascending")
     return Store(ranks, "".join(character for character in item["host"][:255] if character.isprintable()))
 
 
 def _file_of(item: Any, ranks: set[int]) -> SplitFile:
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-        raise ValueError("a file is no object with a name")
-    try:
-        check_file_name(item["name"])
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    size_bytes = _number(item.get("size_bytes"), "the size of a file")
-    crc = item.get("crc32")
-    if crc is not None and not (isinstance(crc, str) and _CRC.fullmatch(crc)):
-        raise ValueError("a CRC is not eight hexadecimal digits")
-    parts = tuple(_part_of(one, size_bytes) for one in _list(item, "parts"))
+    whole = file_entry_of(item)
+    parts = tuple(_part_of(one, whole.size_bytes) for one in _list(item, "parts"))
     writers = [part.rank for part in parts]
     if len(set(writers)) != len(writers) or not ranks.issuperset(writers):
         raise ValueError("a rank has two parts of a file, or is of another store")
-    return SplitFile(item["name"], size_bytes, None if crc is None else int(crc, 16), parts)
+    return SplitFile(whole.name, whole.size_bytes, whole.crc32, parts)
 
 
 def _part_of(item: Any, file_bytes: int) -> Part:
     if not isinstance(item, dict):
         raise ValueError("a part is no object")
-    numbers = [_number(one, "an extent") for one in _list(item, "extents")]
+    numbers = [natural_number(one, "an extent") for one in _list(item, "extents")]
     if len(numbers) % 2:
         raise ValueError("an extent has an offset and a size")
     extents = tuple(Extent(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True))
@@ -258,7 +244,7 @@ def _part_of(item: Any, file_bytes: int) -> Part:
         if extent.offset_bytes < end_bytes or not extent.size_bytes or extent.end_bytes > file_bytes:
             raise ValueError("extents are empty, overlap, are not ascending, or lie outside of the file")
         end_bytes = extent.end_bytes
-    return Part(_number(item.get("rank"), "a rank"), extents)
+    return Part(natural_number(item.get("rank"), "a rank"), extents)
 
 
 def _list(content: dict[str, Any], key: str) -> list[Any]:
@@ -266,9 +252,3 @@ def _list(content: dict[str, Any], key: str) -> list[Any]:
     if not isinstance(found, list):
         raise ValueError(f'"{key}" is missing or no list')
     return found
-
-
-def _number(value: object, what: str) -> int:
-    if type(value) is not int or not 0 <= value < _LIMIT:
-        raise ValueError(f"{what} is no integer from 0 to 2**63 - 1")
-    return value
