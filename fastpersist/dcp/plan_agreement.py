@@ -42,6 +42,7 @@ from fastpersist.dcp.global_plan.kept_metadata import KeptMetadata
 from fastpersist.dcp.metadata import build_pickled, pickled
 from fastpersist.dcp.plan_comparison import GetSums
 from fastpersist.dcp.save_planner import StepSavePlanner, is_object, rows_of
+from fastpersist.distributed.file_agreement import hear_all
 from fastpersist.distributed.messages import decoded, encoded
 from fastpersist.errors import ConfigError, CoordinationError, FormatError, InternalError
 from fastpersist.saving.directory_files import RankSession
@@ -244,7 +245,7 @@ class SharedPlans:
         self._items += [objects[name] for name in share.objects]
 
     def _lead(self, session: RankSession, label: str, directory: str | None, sums: _Sums, save: str) -> None:
-        hellos = [decoded(one, rank) for rank, one in enumerate(session.gather(b"{}"))]
+        hellos = hear_all(session, {})
         for rank, hello in enumerate(hellos[1:], 1):
             if hello.get("label") != label:
                 raise CoordinationError(
@@ -383,8 +384,7 @@ def _gather_plans(session: RankSession, own: _Told) -> list[_Told]:
     blobs = {_digest(own.names): own.names, _digest(own.chunks): own.chunks}
     digests: list[tuple[str, str]] = []
     wanted: list[tuple[bool, bool]] = []
-    for rank, message in enumerate(session.gather(b"{}")):
-        said = {} if rank == 0 else decoded(message, rank)
+    for rank, said in enumerate(hear_all(session, {})):
         names, chunks = str(said.get("names")), str(said.get("chunks"))
         digests.append((names, chunks))
         wanted.append((names not in blobs, chunks not in blobs))

@@ -21,14 +21,17 @@ import itertools
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastpersist.distributed.messages import decoded, encoded, preferring_failure_of_others
 from fastpersist.distributed.replica_check import difference
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import ConfigError, CoordinationError
 
-__all__ = ["agree_on_plans", "ask", "follow_plans", "gather_done", "offsets_in", "tell_done", "tell_go"]
+if TYPE_CHECKING:
+    from fastpersist.saving.directory_files import RankSession
+
+__all__ = ["agree_on_plans", "ask", "follow_plans", "gather_done", "hear_all", "offsets_in", "tell_done", "tell_go"]
 
 _CRC_BYTES = 4
 
@@ -51,7 +54,7 @@ def agree_on_plans(
         ConfigError: They were given different `writers`.
         PeerError: Another rank has failed.
     """
-    told = [decoded(one, rank) for rank, one in enumerate(session.gather(encoded(plan)))]
+    told = hear_all(session, plan)
     for rank, other in enumerate(told):
         if other.get("name") != plan["name"]:
             raise CoordinationError(
@@ -66,7 +69,7 @@ def agree_on_plans(
             )
     if any(other.get("digest") != plan["digest"] for other in told):
         session.answer(encoded({"describe": True}))
-        described = [decoded(one, rank) for rank, one in enumerate(session.gather(encoded(describe())))]
+        described = hear_all(session, describe())
         raise difference([(one.get("mode"), one.get("sums", [])) for one in described], names_of)
 
 
@@ -97,7 +100,12 @@ def follow_plans(
 def ask(session: Session, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Ask the followers something before *go*, and return their answers by rank; on the coordinator."""
     session.answer(encoded(message))
-    return [decoded(answer, rank) for rank, answer in enumerate(session.gather(b"{}"))]
+    return hear_all(session, {})
+
+
+def hear_all(session: RankSession, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each rank says, this one's `own` first; on the coordinator."""
+    return [decoded(said, rank) for rank, said in enumerate(session.gather(encoded(own)))]
 
 
 # --- go

@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
 
 from fastpersist.commit.directory_commit import PendingDirectory
 from fastpersist.commit.filesystem import filesystem, open_regular
+from fastpersist.distributed.file_agreement import ask
 from fastpersist.distributed.messages import decoded, encoded, preferring_failure_of_others
 from fastpersist.distributed.node_local.detection import Stores, StoreSeeker, find_stores
 from fastpersist.distributed.sessions import Session
@@ -65,11 +66,7 @@ def agree_on_stores(session: Session, stores: Stores, path: str, next_number: Ca
     if session.rank:
         _follow(session, stores, path, next_number)
         return 0
-
-    def say(message: dict[str, Any]) -> list[dict[str, Any]]:
-        session.answer(encoded(message))
-        return [decoded(answer, rank) for rank, answer in enumerate(session.gather(b"{}"))]
-
+    say = partial(ask, session)
     try:
         probe = PendingDirectory.create(path, overwrite=True)
         try:

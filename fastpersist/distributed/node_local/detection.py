@@ -37,11 +37,13 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from fastpersist.commit.directory_commit import PendingDirectory
 from fastpersist.commit.filesystem import filesystem, is_there, make_directories, mount_of
 from fastpersist.commit.locks import ROOT_LOCK_NAME
+from fastpersist.distributed.file_agreement import ask, hear_all
 from fastpersist.distributed.messages import decoded, encoded, named, preferring_failure_of_others
 from fastpersist.distributed.sessions import Session
 from fastpersist.errors import CoordinationError, FastPersistError, StorageError
@@ -263,21 +265,13 @@ def find_stores_for_producer(session: Session, label: str, find: Callable[[Say],
         CoordinationError: A follower saves its state in another way.
         Exception: What `find` raises.
     """
-
-    def hear() -> list[dict[str, Any]]:
-        return [decoded(answer, rank) for rank, answer in enumerate(session.gather(b"{}"))]
-
-    def say(message: dict[str, Any]) -> list[dict[str, Any]]:
-        session.answer(encoded(message))
-        return hear()
-
-    for rank, said in enumerate(hear()):
+    for rank, said in enumerate(hear_all(session, {})):
         if rank and not said.get("guest"):
             raise CoordinationError(
                 f"the ranks do not save the same in the same way: {label} is sharded on rank 0, and "
                 f"{said.get('name')} is not on rank {rank}"
             )
-    session.answer(encoded({"ready": True, **find(say)}))
+    session.answer(encoded({"ready": True, **find(partial(ask, session))}))
 
 
 class StoreSeeker:
