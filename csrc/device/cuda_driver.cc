@@ -106,7 +106,6 @@ Status Load(CudaDriver& driver) {
   find(driver.EventCreate, "cuEventCreate");
   find(driver.EventRecord, "cuEventRecord");
   find(driver.EventQuery, "cuEventQuery");
-  find(driver.EventSynchronize, "cuEventSynchronize");
   find(driver.MemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
   find(driver.MemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
   find(driver.MemHostRegister, "cuMemHostRegister_v2");

@@ -49,7 +49,6 @@ struct CudaDriver {
   CudaResult (*EventCreate)(CudaEvent* event, unsigned flags);
   CudaResult (*EventRecord)(CudaEvent event, CudaStream stream);
   CudaResult (*EventQuery)(CudaEvent event);
-  CudaResult (*EventSynchronize)(CudaEvent event);
   CudaResult (*MemcpyDtoHAsync)(void* target, CudaAddress source, size_t size_bytes, CudaStream stream);  // …_v2
   CudaResult (*MemcpyHtoDAsync)(CudaAddress target, const void* source, size_t size_bytes, CudaStream stream);
   CudaResult (*MemHostRegister)(void* memory, size_t size_bytes, unsigned flags);  // cuMemHostRegister_v2
