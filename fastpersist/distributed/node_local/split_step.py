@@ -127,6 +127,11 @@ def _opening_in(directory: str) -> Callable[[str], CheckpointSource]:
     return lambda name: CheckpointSource(os.path.join(directory, name))
 
 
+def _of_save(token: str, by_rank: Sequence[Sequence[_Seen]]) -> list[_Seen]:
+    """Return what each rank sees of one save."""
+    return [next((seen for seen in several if seen.token == token), _NOTHING) for several in by_rank]
+
+
 def _problem(seen: Sequence[_Seen]) -> str | None:
     """Return why what the ranks see is not one whole step; None if it is."""
     there = [one for one in seen if one.token]
@@ -212,11 +217,9 @@ class StepParts:
     def _choose_copy(self, path: str) -> None:
         """Choose the save whose copies are read, the same on all ranks, and say where this rank reads."""
         hidden: list[_Found] = []
-        everybodys: list[list[_Seen]] = [[] for _ in self._seen]
+        by_rank = [[seen] for seen in self._seen]
         if len({seen.token for seen in self._seen if seen.token}) > 1 or not any(seen.counts for seen in self._seen):
-            hidden = list(_hidden(path, self.reader.stack))
-            everybodys = [told or [] for _, told in self.reader.say("replaced", [one.seen() for one in hidden])]
-        by_rank = [[one, *more] for one, more in zip(self._seen, everybodys, strict=True)]
+            hidden, by_rank = self._with_hidden(path)
         counted = [seen for several in by_rank for seen in several if seen.is_copy and seen.counts]
         if not counted:
             raise FormatError(
@@ -226,7 +229,7 @@ class StepParts:
             )
         best = max(counted, key=lambda seen: (seen.number, seen.token))
         own = self._seen[self.reader.rank]
-        self._seen = [next((seen for seen in several if seen.token == best.token), _NOTHING) for several in by_rank]
+        self._seen = _of_save(best.token, by_rank)
         ours = [one for one in (self._found, *hidden) if one.seen().token == best.token]
         if ours:
             self._found = ours[0]
@@ -246,16 +249,9 @@ class StepParts:
 
     def _look_for_what_was_replaced(self, path: str) -> None:
         """Look for the step that was replaced, in hidden directories: the save that replaced it may have died."""
-        hidden = list(_hidden(path, self.reader.stack))
-        everybodys = [told or [] for _, told in self.reader.say("replaced", [one.seen() for one in hidden])]
-        tokens = dict.fromkeys(
-            seen.token for one, more in zip(self._seen, everybodys, strict=True) for seen in (one, *more)
-        )
-        for token in tokens:
-            chosen = [
-                next((seen for seen in (one, *more) if seen.token == token), _NOTHING)
-                for one, more in zip(self._seen, everybodys, strict=True)
-            ]
+        hidden, by_rank = self._with_hidden(path)
+        for token in dict.fromkeys(seen.token for several in by_rank for seen in several):
+            chosen = _of_save(token, by_rank)
             if token and _problem(chosen) is None:
                 self._seen = chosen
                 own = chosen[self.reader.rank]
@@ -263,6 +259,12 @@ class StepParts:
                     (one for one in (self._found, *hidden) if one.seen() == own), _Found(path, None, None)
                 )
                 return
+
+    def _with_hidden(self, path: str) -> tuple[list[_Found], list[list[_Seen]]]:
+        """Return this rank's hidden directories of the step, and by rank what it sees, the hidden ones last."""
+        hidden = list(_hidden(path, self.reader.stack))
+        heard = self.reader.say("replaced", [one.seen() for one in hidden])
+        return hidden, [[one, *(told or ())] for one, (_, told) in zip(self._seen, heard, strict=True)]
 
     @property
     def are_shards(self) -> bool:
