@@ -12,9 +12,7 @@ from fastpersist.errors import ConfigError, RowIndexError
 __all__ = ["checked_ids", "plain_array"]
 
 _WHOLE_NUMBERS = {
-    getattr(torch, name)
-    for name in ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
-    if hasattr(torch, name)
+    getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 }
 
 

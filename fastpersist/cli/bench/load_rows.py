@@ -160,8 +160,7 @@ def memcpy_rows(size_bytes: int) -> list[Row]:
             try:
                 started_s = time.perf_counter()
                 pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                if hasattr(mmap, "MADV_HUGEPAGE"):
-                    pages.madvise(mmap.MADV_HUGEPAGE)
+                pages.madvise(mmap.MADV_HUGEPAGE)
                 torch.frombuffer(pages, dtype=torch.uint8).copy_(source)
                 return Sample(time.perf_counter() - started_s, size_bytes)
             finally:

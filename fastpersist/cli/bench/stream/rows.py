@@ -177,8 +177,7 @@ def bandwidth_rows(files: ModelFiles) -> list[Row]:
 def _bare_read(paths: list[str]) -> Sample:
     """Read files whole, piece by piece, into memory that is used again and again, as a ring is."""
     pages = mmap.mmap(-1, _PIECE_COUNT * _PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory.fill_(1)
     free = deque(memory.split(_PIECE_BYTES))
