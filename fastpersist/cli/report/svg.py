@@ -34,11 +34,11 @@ def chart_svg(chart: Chart) -> str:
     return "".join([head, *parts, "</svg>"])
 
 
-def nice_step(span: float, count: int = 5) -> float:
-    """Return a round distance between marks of an axis: 1, 2 or 5 times a power of ten, at most about `count` marks."""
+def nice_step(span: float) -> float:
+    """Return a round distance between marks of an axis: 1, 2 or 5 times a power of ten, at most about five marks."""
     if not (span > 0 and math.isfinite(span)):
         return 1.0
-    raw = span / count
+    raw = span / 5
     power = 10.0 ** math.floor(math.log10(raw))
     return next((step * power for step in (1, 2, 5) if step * power >= raw), 10 * power)
 

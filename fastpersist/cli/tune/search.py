@@ -219,7 +219,7 @@ def halve(
         tell(things, repeat_count)
         found = race.round(things, repeat_count, deadline_s)
         rounds.append(found)
-        ranked = sorted((thing for thing in found), key=lambda thing: statistics.median(found[thing]))
+        ranked = sorted(found, key=lambda thing: statistics.median(found[thing]))
         best = ranked[0] if ranked else baseline
         is_final = len(left) <= _FINALIST_COUNT
         left = [thing for thing in ranked if thing != baseline]
