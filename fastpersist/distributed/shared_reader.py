@@ -53,7 +53,7 @@ from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.messages import error_as_json, error_from_json
 from fastpersist.distributed.partition import CUT_BYTES_MIN
-from fastpersist.distributed.peers import rank_in
+from fastpersist.distributed.peers import loopback_place, rank_in
 from fastpersist.errors import (
     AgreementTimeoutError,
     CoordinationError,
@@ -306,7 +306,7 @@ class SharedReader:
         own = _Said(
             "read",
             path,
-            place=(_node(), status.st_dev, status.st_ino),
+            place=(loopback_place()[0], status.st_dev, status.st_ino),
             size_bytes=status.st_size,
             layout=hashlib.blake2b(_flat(sorted(places)), digest_size=16).digest(),
             only_crcs=len(extents) > 0 and extents.keeps_nothing(),
@@ -444,15 +444,6 @@ class _Crcs:
 
 
 # --------------------------------------------------------------------------------------------- what a rank can say
-
-
-def _node() -> str:
-    """Name the running kernel: ranks with the same name share a page cache."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 def _flat(places: Sequence[tuple[int, int]]) -> bytes:
