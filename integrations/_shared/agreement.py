@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from fastpersist import StorageError
+from fastpersist import ConfigError, FastPersistError, StorageError, UnsupportedError
 
-__all__ = ["PeerFailure", "are_several", "is_first_rank", "on_all_ranks"]
+__all__ = ["PeerFailure", "are_several", "is_first_rank", "is_of_the_disk", "on_all_ranks"]
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +36,11 @@ def are_several() -> bool:
 def is_first_rank() -> bool:
     """Return whether this is rank 0, or the only one."""
     return not are_several() or dist.get_rank() == 0
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Tell an error that may be gone at the next save from a mistake of the program, which would be made again."""
+    return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
 
 
 def on_all_ranks(

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -27,15 +26,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fastpersist import (
     CheckpointNotFoundError,
-    ConfigError,
     DirectorySave,
     FastPersistError,
     PeerDirectorySave,
     PeerError,
-    UnsupportedError,
 )
 
 from ..torch_dcp import FastPersistReader, SharedPlans, save_sharded
+from .agreement import is_of_the_disk
 from .replacement import Function, Replacement
 
 __all__ = ["METADATA_NAME", "reads_shards", "shards_into", "shards_where_they_are", "why_not_whole"]
@@ -203,7 +201,7 @@ def _wrap_load(before: Function) -> Function:
         if reader is None:
             before(state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, **options)
         else:
-            _told(lambda: before(state_dict, storage_reader=reader, **options), "loading", reader.checkpoint_id)
+            _told(lambda: before(state_dict, storage_reader=reader, **options), reader.checkpoint_id)
 
     return load
 
@@ -215,7 +213,7 @@ def _wrap_load_optimizer(before: Function) -> Function:
         reader = _reader_for(None, storage_reader)
         if reader is None:
             return before(model_state_dict, optimizer_key, storage_reader, planner)
-        return _told(lambda: before(model_state_dict, optimizer_key, reader, planner), "loading", reader.checkpoint_id)
+        return _told(lambda: before(model_state_dict, optimizer_key, reader, planner), reader.checkpoint_id)
 
     return load_sharded_optimizer_state_dict
 
@@ -228,16 +226,6 @@ _staying = Replacement(
     lambda: [(dcp_state_dict, name) for name in ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict")],
     _wrap_getting,
 )
-
-
-def _places_of_loading() -> Iterator[tuple[ModuleType, str]]:
-    yield dcp, "load"
-
-
-def _places_of_optimizers() -> Iterator[tuple[ModuleType, str]]:
-    for module in (dcp, dcp_optimizer):
-        if hasattr(module, "load_sharded_optimizer_state_dict"):
-            yield module, "load_sharded_optimizer_state_dict"
 
 
 class _Both:
@@ -255,7 +243,12 @@ class _Both:
             replacement.release()
 
 
-_loading = _Both(Replacement(_places_of_loading, _wrap_load), Replacement(_places_of_optimizers, _wrap_load_optimizer))
+_loading = _Both(
+    Replacement(lambda: [(dcp, "load")], _wrap_load),
+    Replacement(
+        lambda: [(module, "load_sharded_optimizer_state_dict") for module in (dcp, dcp_optimizer)], _wrap_load_optimizer
+    ),
+)
 
 
 @contextmanager
@@ -289,27 +282,23 @@ def _directory_of(checkpoint_id: Any, storage: Any, usual: type) -> str | None:
     return os.fspath(found)
 
 
-def _told(work: Callable[[], Result], doing: str, directory: object) -> Result:
-    """Run a function of DCP, and raise the failure of the lowest failed rank as an exception of ours.
+def _told(load: Callable[[], Result], directory: object) -> Result:
+    """Load by a function of DCP, and raise the failure of the lowest failed rank as an exception of ours.
 
     DCP's CheckpointException is no Exception; it holds the failures of all ranks, and all ranks raise it.
     """
     try:
-        return work()
+        return load()
     except CheckpointException as error:
         if not error.failures:
             raise
         rank, (failure, _) = min(error.failures.items())
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
             raise failure from error
-        text = f"rank {rank} failed while {doing} {directory}: {type(failure).__name__}: {failure}"
-        if _is_of_the_disk(failure):
+        text = f"rank {rank} failed while loading {directory}: {type(failure).__name__}: {failure}"
+        if is_of_the_disk(failure):
             raise PeerError(text, rank=rank, subject=str(directory)) from error
         raise RuntimeError(text) from error
-
-
-def _is_of_the_disk(error: BaseException) -> bool:
-    return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
 
 
 # ------------------------------------------------------------------------------------------- checking

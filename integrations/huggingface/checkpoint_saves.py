@@ -33,16 +33,14 @@ from transformers.utils.import_utils import is_sagemaker_mp_enabled
 from fastpersist import (
     ConfigError,
     DirectorySave,
-    FastPersistError,
     PeerDirectorySave,
     PendingSave,
     StorageError,
-    UnsupportedError,
     directory_save_together,
     require_engine,
 )
 
-from .._shared.agreement import are_several, is_first_rank, on_all_ranks
+from .._shared.agreement import are_several, is_first_rank, is_of_the_disk, on_all_ranks
 from .._shared.redirection import Redirection, saves_into
 from .._shared.requirements import require_writers
 from .._shared.save_figures import SaveFigures
@@ -245,7 +243,7 @@ class CheckpointSaves:
             if files is not None:
                 files.abort()
             flight.settle(published=False)
-            if not _is_of_the_disk(error):
+            if not is_of_the_disk(error):
                 raise
             self._tell(path, error)
             return None
@@ -406,11 +404,6 @@ def _optimizer_of(trainer: Any) -> object:
     return optimizer if isinstance(inner, torch.optim.Optimizer) and not steps_in_backward else None
 
 
-def _is_of_the_disk(error: BaseException) -> bool:
-    """Tell an error that may be gone at the next save from a mistake of the program, which would be made again."""
-    return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
-
-
 # ------------------------------------------------------------------------------------------- written by all ranks
 
 _ASKED = "should_save_on_this_rank"  # save_pretrained of newer models calls it
@@ -511,11 +504,11 @@ def _on_all_ranks(work: Callable[[], Result]) -> list[Result]:
     Raises:
         Exception: The exception of `work`; on other ranks a StorageError or RuntimeError with its text.
     """
-    return on_all_ranks(work, lambda failure: _error_of(*failure), _is_of_the_disk)
+    return on_all_ranks(work, lambda failure: _error_of(*failure), is_of_the_disk)
 
 
 def _described(error: BaseException) -> tuple[str, bool]:
-    return f"{type(error).__name__}: {error}", _is_of_the_disk(error)
+    return f"{type(error).__name__}: {error}", is_of_the_disk(error)
 
 
 def _error_of(rank: int, message: str, is_of_the_disk: bool) -> Exception:
