@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastpersist import _native
-from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.layout import align_up
@@ -88,14 +87,8 @@ def engines(directory: str | os.PathLike[str] = ".") -> list[EngineProbe]:
 
     Thread safety: any thread.
     """
-    path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
-    with storage_errors("creating", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
+    with gpudirect.probe_file(directory) as (fd, path):
         return [_probe(fd, path, name) for name in _native.engine_names() if name != "null"]
-    finally:
-        os.close(fd)
-        os.unlink(path)  # only now: libcufile needs a file that has a name
 
 
 def _probe(fd: int, path: str, name: str) -> EngineProbe:

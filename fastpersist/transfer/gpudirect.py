@@ -165,7 +165,7 @@ def way(directory: str | os.PathLike[str]) -> str:
     """
     prepare()
     memory = _native.StagingBuffers(0, 1, _WAY_BYTES)
-    with _scratch_file(directory) as (fd, path):
+    with probe_file(directory) as (fd, path):
         write = (True, 0, memory.addresses[0], _WAY_BYTES)
         try:
             before = traffic()
@@ -182,8 +182,12 @@ def way(directory: str | os.PathLike[str]) -> str:
 
 
 @contextmanager
-def _scratch_file(directory: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
-    # Not unlinked while it is open, as other probes' files are: libcufile looks for its path.
+def probe_file(directory: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    """Give a new file, open, and its path, which it keeps meanwhile: libcufile looks for that.
+
+    Raises:
+        StorageError: It cannot be made or removed.
+    """
     path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
     with storage_errors("creating", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -191,5 +195,5 @@ def _scratch_file(directory: str | os.PathLike[str]) -> Iterator[tuple[int, str]
         yield fd, path
     finally:
         os.close(fd)
-        with suppress(OSError):
+        with storage_errors("removing", path):
             os.unlink(path)
