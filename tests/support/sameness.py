@@ -26,6 +26,14 @@ def assert_same(actual: object, expected: object) -> None:
     assert portrait(actual) == portrait(expected)
 
 
+def assert_same_values(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare dtypes, shapes and values of tensors, wherever they lie in memory."""
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
+
+
 def portrait(value: object) -> Any:
     """Draw an object; see the module's docstring."""
     return _Painter().draw(value)

@@ -124,6 +124,13 @@ def train(network: Network, optimizer: torch.optim.Optimizer, steps: int = 3) ->
         optimizer.step()
 
 
+def trained() -> Network:
+    torch.manual_seed(3)
+    network = Network()
+    train(network, torch.optim.SGD(network.parameters(), lr=0.5))
+    return network
+
+
 @contextlib.contextmanager
 def single_process_group() -> Iterator[None]:
     import torch.distributed as dist

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.archives import flip_bit
+from support.sameness import assert_same_values
 
 import fastpersist as fp
 from fastpersist.contents.conversion import Conversion, Wish, convert
@@ -20,13 +21,6 @@ from fastpersist.contents.stored import open_contents
 def converted(source: Path, out: Path, **wish: Any) -> Conversion:
     with open_contents(str(source)) as contents:
         return convert(contents, str(out), Wish(**wish))
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name], tensor), name
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -65,19 +59,19 @@ def test_the_file_is_what_a_save_would_write(tmp_path: Path, source_suffix: str,
 def test_stock_readers_read_it(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b.safetensors")
-    assert_equal(load_file(tmp_path / "b.safetensors"), state())
+    assert_same_values(load_file(tmp_path / "b.safetensors"), state())
     converted(tmp_path / "b.safetensors", tmp_path / "c.pt")
-    assert_equal(torch.load(tmp_path / "c.pt", weights_only=True), state())
+    assert_same_values(torch.load(tmp_path / "c.pt", weights_only=True), state())
 
 
 def test_only_floats_get_another_dtype(tmp_path: Path) -> None:
     fp.save(state(), tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b.safetensors", dtype=torch.bfloat16)
     expected = {name: one.bfloat16() if one.is_floating_point() else one for name, one in state().items()}
-    assert_equal(load_file(tmp_path / "b.safetensors"), expected)
+    assert_same_values(load_file(tmp_path / "b.safetensors"), expected)
     converted(tmp_path / "a.pt", tmp_path / "c.pt", dtype=torch.float64)
     expected = {name: one.double() if one.is_floating_point() else one for name, one in state().items()}
-    assert_equal(torch.load(tmp_path / "c.pt"), expected)
+    assert_same_values(torch.load(tmp_path / "c.pt"), expected)
 
 
 def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
@@ -90,7 +84,7 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
 def test_nested_states_become_flat_and_values_are_reported(tmp_path: Path) -> None:
     fp.save({"model": {"w": torch.ones(2)}, "lr": 0.1, "step": 3}, tmp_path / "a.pt")
     report = converted(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert_equal(torch.load(tmp_path / "b.pt"), {"model.w": torch.ones(2)})
+    assert_same_values(torch.load(tmp_path / "b.pt"), {"model.w": torch.ones(2)})
     assert report.dropped_values == ["lr", "step"]
 
 
@@ -101,7 +95,7 @@ def test_tied_weights_stay_tied_in_a_torch_file(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "b.pt")
     assert found["embedding"].data_ptr() == found["head"].data_ptr() != found["other"].data_ptr()
     converted(tmp_path / "a.pt", tmp_path / "c.safetensors")
-    assert_equal(load_file(tmp_path / "c.safetensors"), dict.fromkeys(("embedding", "head", "other"), weight))
+    assert_same_values(load_file(tmp_path / "c.safetensors"), dict.fromkeys(("embedding", "head", "other"), weight))
 
 
 def test_views_are_written_row_major(tmp_path: Path) -> None:
@@ -109,7 +103,9 @@ def test_views_are_written_row_major(tmp_path: Path) -> None:
     expected = {"t": base.t(), "column": base[:, 1], "rows": base[10:20], "conj": torch.tensor([1 + 2j]).conj()}
     fp.save(expected, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b.safetensors")
-    assert_equal(load_file(tmp_path / "b.safetensors"), {name: one.resolve_conj() for name, one in expected.items()})
+    assert_same_values(
+        load_file(tmp_path / "b.safetensors"), {name: one.resolve_conj() for name, one in expected.items()}
+    )
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:
@@ -125,10 +121,10 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
         assert {index["weight_map"][tensor] for tensor in shard} == {name}
         assert sum(one.nbytes for one in shard.values()) <= 12_000
         found |= shard
-    assert_equal(found, tensors)
+    assert_same_values(found, tensors)
     assert fp.verify(tmp_path / "hf").ok
     back = converted(tmp_path / "hf", tmp_path / "one.pt")
-    assert_equal(torch.load(tmp_path / "one.pt"), tensors)
+    assert_same_values(torch.load(tmp_path / "one.pt"), tensors)
     assert back.file_count == 1
 
 
@@ -149,7 +145,7 @@ def test_a_step_becomes_one_file(tmp_path: Path) -> None:
     with fp.Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(1, {"model": {"w": torch.ones(3)}, "step": 1})
     converted(tmp_path / "run" / "step-00000001", tmp_path / "w.safetensors", prefixes={"model.": ""})
-    assert_equal(load_file(tmp_path / "w.safetensors"), {"w": torch.ones(3)})
+    assert_same_values(load_file(tmp_path / "w.safetensors"), {"w": torch.ones(3)})
 
 
 @pytest.mark.parametrize("form", ["file", "shards"])
@@ -180,7 +176,7 @@ def test_a_file_may_be_converted_onto_itself(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"w": torch.ones(3 << 20)}, path)
     converted(path, path, dtype=torch.float16, overwrite=True)
-    assert_equal(load_file(path), {"w": torch.ones(3 << 20, dtype=torch.float16)})
+    assert_same_values(load_file(path), {"w": torch.ones(3 << 20, dtype=torch.float16)})
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.sameness import assert_same_values
 
 import fastpersist as fp
 from fastpersist.contents.pieces import read_pieces
@@ -34,13 +35,6 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
         }
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert sorted(found) == sorted(expected)
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name], tensor), name
-
-
 def tensors_of_all_sizes() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     sizes = [0, 1, 2, 3, 1000, 1024, 4095, 4096, 4097, 1 << 20, (4 << 20) - 8192, 4 << 20, (9 << 20) + 5]
@@ -59,7 +53,7 @@ def test_every_byte_once(tmp_path: Path, writer: str) -> None:
         save_file(expected, path)
     else:
         fp.save(expected, path)
-    assert_same(read_all(path), expected)
+    assert_same_values(read_all(path), expected)
 
 
 def test_elements_at_odd_offsets(tmp_path: Path) -> None:
@@ -85,7 +79,7 @@ def test_views_of_any_stride(tmp_path: Path) -> None:
         "permuted": base.reshape(64, 16, 2048).permute(2, 0, 1),
     }
     fp.save(expected, path)
-    assert_same(read_all(path), expected)
+    assert_same_values(read_all(path), expected)
 
 
 def test_conjugate_and_negative_views(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from support.archives import flip_bit, read_records, record_places, save_aligned, with_pickle
 from support.leaks import no_leaks
 from support.sameness import assert_same, portrait
-from support.specimens import SPECIMENS, Network, train
+from support.specimens import SPECIMENS, Network, trained
 
 import fastpersist as fp
 from fastpersist.formats.pickle_scan import scan_pickle
@@ -92,13 +92,6 @@ def test_many_tensors_are_scanned_once_and_wake_no_garbage_collector(
 
 
 # --- modules
-
-
-def trained() -> Network:
-    torch.manual_seed(3)
-    network = Network()
-    train(network, torch.optim.SGD(network.parameters(), lr=0.5))
-    return network
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -12,7 +12,7 @@ import torch
 from support.archives import save_aligned
 from support.leaks import no_leaks
 from support.sameness import assert_same
-from support.specimens import Network, train
+from support.specimens import Network, train, trained
 
 import fastpersist as fp
 
@@ -27,13 +27,6 @@ pytestmark = [
 def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with no_leaks(tmp_path_factory.getbasetemp()):
         yield
-
-
-def trained() -> Network:
-    torch.manual_seed(3)
-    network = Network()
-    train(network, torch.optim.SGD(network.parameters(), lr=0.5))
-    return network
 
 
 # --------------------------------------------------------------------------------------------- targets
