@@ -76,7 +76,7 @@ def write_part(
     *,
     engine: str,
     durable: bool,
-    capture: ShardedCapture | None = None,
+    capture: ShardedCapture | None,
     poll: Poll | None = None,
 ) -> tuple[list[WriteResult], WrittenPart]:
     """Write all items of a rank to its file, in order; each is resolved just before it is written.

@@ -167,7 +167,7 @@ class FastPersistReader(CheckpointReader):
     def _open_part(self, path: str, name: str) -> PartReader:
         return PartReader(path, name, engine=self._engine, verify=self._verify)
 
-    def require_places(self, metadata: Metadata, known_bytes: Mapping[str, int] | None = None) -> None:
+    def require_places(self, metadata: Metadata, known_bytes: Mapping[str, int] | None) -> None:
         """Refuse metadata that place an item outside of its part, or describe a tensor larger than its bytes.
 
         Called before memory is allocated for tensors, and before a target is changed. Parts may be missing here.

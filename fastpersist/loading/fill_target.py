@@ -211,7 +211,7 @@ def _stored_entry(entry: safetensors_format.Entry, path: str) -> StoredTensor:
     return StoredTensor(entry.offset_bytes, torch_dtype(entry, path), shape, tuple(reversed(stride)))
 
 
-def meta_object(source: CheckpointSource, *, with_headers: bool = True) -> tuple[Any, dict[str, torch.UntypedStorage]]:
+def meta_object(source: CheckpointSource, *, with_headers: bool) -> tuple[Any, dict[str, torch.UntypedStorage]]:
     """Unpickle over storages without data, after a check of their sizes; also return the storages by key.
 
     Without headers, the caller proves those of the storages that it reads.

@@ -17,7 +17,7 @@ from fastpersist.errors import FormatError, UnsupportedError
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.unpickle import new_storage
 from fastpersist.transfer.garbage import no_garbage_collection
-from fastpersist.transfer.reader import Extents, Read, read_extents
+from fastpersist.transfer.reader import Extents, Read
 
 __all__ = ["PLAIN_TYPES", "Pair", "StoredTensor", "described_tensor", "fill_pairs", "memory_of", "why_not_fillable"]
 
@@ -109,9 +109,7 @@ def why_not_fillable(name: str, tensor: torch.Tensor, stored_dtype: torch.dtype)
     return []
 
 
-def fill_pairs(
-    source: CheckpointSource, pairs: Sequence[Pair], engine: str, filled: list[str], read: Read = read_extents
-) -> None:
+def fill_pairs(source: CheckpointSource, pairs: Sequence[Pair], engine: str, filled: list[str], read: Read) -> None:
     """Fill all targets, by `read`; `filled` gets the name of each target before it may change."""
     extents = Extents()
     with torch.no_grad():

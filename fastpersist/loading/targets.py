@@ -100,7 +100,7 @@ def why_not_fitting(name: str, target: torch.Tensor, shape: Sequence[int], where
     return None
 
 
-def misfit_of_shape(name: str, own: Sequence[int], saved: Sequence[int], where: str = "file") -> str:
+def misfit_of_shape(name: str, own: Sequence[int], saved: Sequence[int], where: str) -> str:
     """Say that two shapes differ."""
     return f"{name} has shape {tuple(own)} in the target, {tuple(saved)} in the {where}"
 

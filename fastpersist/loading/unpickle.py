@@ -610,7 +610,7 @@ def read_safetensors(
     map_location: MapLocation,
     verify: bool,
     engine: str,
-    read: Read = read_extents,
+    read: Read,
     keys: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Load a safetensors file: a dict of contiguous tensors, in the order of the data.
@@ -704,7 +704,7 @@ def check_small_records(source: CheckpointSource) -> None:
                 )
 
 
-def check_records(source: CheckpointSource, names: list[str], *, engine: str, read: Read = read_extents) -> None:
+def check_records(source: CheckpointSource, names: list[str], *, engine: str, read: Read) -> None:
     """Check the CRCs of records of a torch zip without keeping their bytes.
 
     Raises:

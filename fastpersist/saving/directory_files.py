@@ -214,7 +214,7 @@ def manifest_now(
     metrics: Mapping[str, float],
     rank_count: int | None,
     stats: Mapping[str, float | int | str],
-    commit_number: int | None = None,
+    commit_number: int | None,
 ) -> CheckpointManifest:
     """Return a manifest of files that this process has written just now.
 

@@ -27,7 +27,7 @@ _REFRESH_INTERVAL_S = 0.1  # drawing costs time on the cores that the trainer is
 
 
 @contextmanager
-def showing(without: Run | None = None, *, plain: bool = True) -> Iterator[Callable[[Run], None]]:
+def showing(without: Run | None, *, plain: bool) -> Iterator[Callable[[Run], None]]:
     """Yield a function to call with a run after each event.
 
     Args:
