@@ -213,7 +213,7 @@ def with_a_smaller_alignment_asked_for() -> None:
 
 @ours
 def of_tensors_of_a_registered_device() -> None:
-    with registered_device("own", 5):
+    with registered_device():
         torch.save({"own": torch.ones(3)}, "x.pt")
 
 
@@ -453,7 +453,7 @@ def made_files(call: Case, directory: str, monkeypatch: pytest.MonkeyPatch) -> t
 
 def contents(path: Path) -> Any:
     """Return what torch's own torch.load finds in a file, whatever its name."""
-    with registered_device("own", 5), path.open("rb") as file:
+    with registered_device(), path.open("rb") as file:
         return STOCK_LOAD(file, weights_only=False)
 
 

@@ -69,7 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     STOCK_SAVE(state(), directory / "no_byteorder.pt", _disable_byteorder_record=True)
     with torch.serialization.skip_data():
         STOCK_SAVE(state(), directory / "no_data.pt")
-    with registered_device("own", 5):
+    with registered_device():
         STOCK_SAVE(torch.ones(3), directory / "own_device.pt")
     safetensors.torch.save_file({"weight": torch.arange(3.0)}, directory / "x.safetensors")
     safetensors.torch.save_file({"weight": torch.arange(3.0)}, directory / "safetensors.pt")
@@ -327,7 +327,7 @@ def in_the_other_byte_order() -> Any:
 
 @fast
 def of_a_registered_device() -> Any:
-    with registered_device("own", 5):
+    with registered_device():
         return torch.load("own_device.pt")
 
 

@@ -120,8 +120,8 @@ def step_in(path: Path | str | None) -> int:
     return step
 
 
-def hidden(parent: Path, kind: str = "*") -> list[Path]:
-    return sorted(parent.glob(f".*.{kind}-*"))
+def hidden(parent: Path) -> list[Path]:
+    return sorted(parent.glob(".*.*-*"))
 
 
 def leave(

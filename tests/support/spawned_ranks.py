@@ -24,23 +24,25 @@ __all__ = ["device_of", "run_spawned"]
 
 Work = Callable[[int, Path], None]
 
+_TIMEOUT_S = 2 * PATIENCE_S
+
 
 def device_of(rank: int) -> torch.device:
     """Return the device of a rank."""
     return torch.device("cuda", rank % torch.cuda.device_count()) if ON_CUDA else DEVICE
 
 
-def run_spawned(count: int, work: Work, folder: Path, *, timeout_s: float = 2 * PATIENCE_S) -> None:
-    """Run work(rank, folder) on so many ranks; fail the test if one raises, dies, or still runs after `timeout_s`."""
+def run_spawned(count: int, work: Work, folder: Path) -> None:
+    """Run work(rank, folder) on so many ranks; fail the test if one raises, dies, or still runs after `_TIMEOUT_S`."""
     store = folder / f"store-{work.__name__}-{count}"
     context = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
         _be_a_rank, (count, work, folder, store), count, join=False, start_method="spawn"
     )
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + _TIMEOUT_S
     try:
         while not context.join(max(0.0, deadline_s - time.monotonic())):
             if time.monotonic() > deadline_s:
-                pytest.fail(f"ranks still ran after {timeout_s:g} s", pytrace=False)
+                pytest.fail(f"ranks still ran after {_TIMEOUT_S:g} s", pytrace=False)
     finally:
         for process in context.processes:
             if process.is_alive():
