@@ -55,31 +55,28 @@ class DoubleError(AssertionError):
 # --- the library ---
 
 
-def build_double(hidden_calls: Sequence[str] = (), extra_flags: Sequence[str] = ()) -> Path:
+def build_double(hidden_calls: Sequence[str] = ()) -> Path:
     """Return the path of the double's library, built unless it is there: any number of processes may build at once.
 
     Args:
         hidden_calls: The exported names of calls that the library shall not have, as a driver that is too old.
-        extra_flags: More of the compiler's, such as "-fsanitize=thread".
     """
-    flags = (*FLAGS, *extra_flags)
-    digest = hashlib.sha256(repr(flags).encode())
+    digest = hashlib.sha256(repr(FLAGS).encode())
     for path in (*SOURCES, *HEADERS):
         digest.update(path.name.encode() + path.read_bytes())
     folder = BUILD / digest.hexdigest()[:12]
     if not folder.exists():
         with _one_at_a_time():
             if not folder.exists():
-                _compile(folder, flags)
+                _compile(folder)
     if not hidden_calls:
-        if not extra_flags:
-            _offer(folder / SONAME)
+        _offer(folder / SONAME)
         return folder / SONAME
     variant = folder / "-".join(("without", *hidden_calls)) / SONAME
     if not variant.exists():
         variant.parent.mkdir(exist_ok=True)
         with _one_at_a_time(), _scratch() as scratch:
-            _link(folder, hidden_calls, flags, scratch / SONAME)
+            _link(folder, hidden_calls, scratch / SONAME)
             (scratch / SONAME).replace(variant)
     return variant
 
@@ -103,21 +100,21 @@ def _scratch() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(folder: Path, flags: Sequence[str]) -> None:
+def _compile(folder: Path) -> None:
     """Make a folder with the objects and the library."""
     with _scratch() as scratch:
-        _run_compiler([*flags, "-c", *map(str, SOURCES)], scratch)
-        _link(scratch, (), flags, scratch / SONAME)
+        _run_compiler([*FLAGS, "-c", *map(str, SOURCES)], scratch)
+        _link(scratch, (), scratch / SONAME)
         scratch.chmod(0o755)
         scratch.rename(folder)
 
 
-def _link(objects: Path, hidden_calls: Sequence[str], flags: Sequence[str], library: Path) -> None:
+def _link(objects: Path, hidden_calls: Sequence[str], library: Path) -> None:
     exports = library.with_name("exports")
     # A name that stands alone is not taken for one of the pattern.
     exports.write_text(f"{{ global: cu*; double_*; local: {''.join(f'{name}; ' for name in hidden_calls)}*; }};\n")
     links = ("-shared", f"-Wl,-soname,{SONAME}", "-Wl,-z,nodelete", f"-Wl,--version-script={exports}")
-    _run_compiler([*flags, *links, *(str(objects / f"{path.stem}.o") for path in SOURCES), "-o", str(library)], objects)
+    _run_compiler([*FLAGS, *links, *(str(objects / f"{path.stem}.o") for path in SOURCES), "-o", str(library)], objects)
 
 
 def _run_compiler(arguments: Sequence[str], folder: Path) -> None:
@@ -270,15 +267,13 @@ class CudaDouble:
         """Return a new stream that does not wait for the default one, as torch's do not."""
         return int(self.library.double_stream_new(device))
 
-    def default_stream(self, device: int = 0) -> int:
+    def default_stream(self, device: int) -> int:
         return int(self.library.double_default_stream(device))
 
     def stream_free(self, stream: int) -> None:
         self.library.double_stream_free(stream)
 
-    def stream_add_work(
-        self, stream: int, us: int = 0, target: int = 0, byte_value: int = 0, size_bytes: int = 0
-    ) -> None:
+    def stream_add_work(self, stream: int, us: int, target: int, byte_value: int, size_bytes: int) -> None:
         """Add a kernel that, after so long, fills device memory with one byte value."""
         self.library.double_stream_add_work(stream, us, target, byte_value, size_bytes)
 
@@ -343,15 +338,15 @@ class CudaDouble:
         finally:
             self.library.double_hold_registrations(0)
 
-    def wait_for_calls(self, call: str, count: int, timeout_ms: int = WAIT_MS) -> None:
+    def wait_for_calls(self, call: str, count: int) -> None:
         """Wait until the call has been made so often."""
-        if not self.library.double_wait_for_calls(self._name(call), count, timeout_ms):
-            raise DoubleError(f"{call}: {self.call_count(call)} calls after {timeout_ms} ms, not {count}")
+        if not self.library.double_wait_for_calls(self._name(call), count, WAIT_MS):
+            raise DoubleError(f"{call}: {self.call_count(call)} calls after {WAIT_MS} ms, not {count}")
 
-    def wait_for_queued_copies(self, count: int, timeout_ms: int = WAIT_MS) -> None:
+    def wait_for_queued_copies(self, count: int) -> None:
         """Wait until so many copies are queued at once."""
-        if not self.library.double_wait_for_queued_copies(count, timeout_ms):
-            raise DoubleError(f"{self.queued_copy_count} copies are queued after {timeout_ms} ms, not {count}")
+        if not self.library.double_wait_for_queued_copies(count, WAIT_MS):
+            raise DoubleError(f"{self.queued_copy_count} copies are queued after {WAIT_MS} ms, not {count}")
 
     # what happened
 
