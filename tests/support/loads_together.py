@@ -66,7 +66,7 @@ def watch(way: str = "auto", *, node: str | None = None, cached_bytes: int | Non
     patched.read_extents = noted_read
     patched._WINDOW_BYTES = 4 * MIB
     if node is not None:
-        patched._node = lambda: node
+        patched.loopback_place = lambda: (node, "")
     if cached_bytes is not None:
         patched._native = type("Native", (), {**vars(_native), "cached_bytes": staticmethod(lambda fd: cached_bytes)})
     return watched
