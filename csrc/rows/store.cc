@@ -728,15 +728,16 @@ void RowStore::Deliver(const Arrival& arrival, const RowReader::Done& done) {
   request.EndReads(1, copies);
 }
 
-// An error of a read, with the first row in it that the request has not got: the read may begin in an earlier one.
+// An error of a read, with the first row in it that the request has not got: the read may begin in an earlier one. It
+// names no row if all of the request's rows lie before the place of the error, in a read that others wait for, too.
 Status RowStore::WithRow(const Status& status, const Arrival& arrival) const {
   if (status.code() == StatusCode::kCancelled || status.offset_bytes() == Status::kNoOffset) return status;
-  uint64_t position = 0;
-  for (const RowWant& want : arrival.rows()) {
-    position = want.position;
-    if (table_.PlaceOf(position).offset_bytes + table_.row_bytes() > status.offset_bytes()) break;
-  }
-  const std::string row = std::to_string(table_.IdAt(position));
+  const std::span<const RowWant> wants = arrival.rows();
+  const auto lost = std::ranges::find_if(wants, [&](const RowWant& want) {
+    return table_.PlaceOf(want.position).offset_bytes + table_.row_bytes() > status.offset_bytes();
+  });
+  if (lost == wants.end()) return status;
+  const std::string row = std::to_string(table_.IdAt(lost->position));
   const std::string& path = table_.pieces()[arrival.piece].path;
   if (status.sys_errno() != 0) {
     return Status::FromErrno(status.sys_errno(), "read of row " + row + " of", path, status.offset_bytes());

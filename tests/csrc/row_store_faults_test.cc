@@ -58,6 +58,28 @@ void AnErrorNamesARowThatWasAskedFor() {
   EXPECT_WITH(Contains(Wait(*request).message(), "row 77 of"), request->status().message());
 }
 
+// The file ends behind row 99 of 200. A read of rows 90 to 109 brings the first ten, and fails.
+void AnErrorNamesNoRowThatCameBeforeIt() {
+  const TableFiles files(kRowBytes, {{0, 100}});
+  const RowPiece piece = {.fd = files.file(0).fd(), .path = files.file(0).path(), .offset_bytes = 0, .row_count = 200};
+  const auto store =
+      Must(RowStore::Open({{piece}, kRowBytes, {}}, {.reader = {.engines = {"fault:threads-buffered"}}}));
+  std::vector<int64_t> ids(20);
+  std::iota(ids.begin(), ids.end(), 90);
+  Bytes first(ids.size() * kRowBytes);
+  Bytes second(kRowBytes);
+  const Fault fault(Fault::Delay(100));
+  const auto a = store->Start(ids, first.data(), 1);
+  const auto b = store->Start(std::vector<int64_t>{95}, second.data(), 2);
+  const Status of_a = Wait(*a);
+  const Status of_b = Wait(*b);
+  EXPECT_WITH(of_a.code() == StatusCode::kEndOfFile && Contains(of_a.message(), "row 100: "), of_a.message());
+  EXPECT(of_a.offset_bytes() == 100 * kRowBytes && of_b.offset_bytes() == 100 * kRowBytes);
+  EXPECT_WITH(of_b.code() == StatusCode::kEndOfFile && !Contains(of_b.message(), "row 95"), of_b.message());
+  EXPECT_WITH(Contains(of_b.message(), piece.path), of_b.message());
+  EXPECT(store->stats().read_count == 1);
+}
+
 void OnlyThoseWhoWaitForAReadThatFailedFail() {
   const TableFiles files(kRowBytes, {{0, 4000}});
   const auto store = Open(files, {"fault:threads-buffered"}, 4 << 20);
@@ -212,8 +234,9 @@ int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(argc, argv,
              {TEST(TheNthReadFailsUntilNoneIsLeftToFail), TEST(AnErrorNamesARowThatWasAskedFor),
-              TEST(OnlyThoseWhoWaitForAReadThatFailedFail), TEST(ShortReadsAreFinished),
-              TEST(AFileThatBecomesShorterIsAnErrorOfItsRowsAlone), TEST(AFileThatChangesIsFoundAndItsRowsAreForgotten),
+              TEST(AnErrorNamesNoRowThatCameBeforeIt), TEST(OnlyThoseWhoWaitForAReadThatFailedFail),
+              TEST(ShortReadsAreFinished), TEST(AFileThatBecomesShorterIsAnErrorOfItsRowsAlone),
+              TEST(AFileThatChangesIsFoundAndItsRowsAreForgotten),
               TEST(AnEngineThatIsNotSupportedIsReplacedForSmallRequestsToo), TEST(AnEngineThatBreaksEndsAllRequests),
               TEST(AnEngineThatBrokeIsOpenedAgain), TEST(ManyThreadsMayDoAnythingWhileReadsFail)});
 }
