@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.row_tables import make_rows
 from support.tensor_files import EVERY, faults, skip_without
 
 from fastpersist.errors import FastPersistError, StorageError
 from fastpersist.rows.store import RowStore, RowTicket
-from fastpersist.rows.writer import write_rows
 
 ROW_BYTES = 512
 HEADER_BYTES = 4096
@@ -30,18 +28,6 @@ COUNT = READS * STEP
 
 ENGINES = ("fault:uring", "fault:threads", "fault:threads-buffered")
 DISKS = [*((engine, errno.EIO) for engine in ENGINES), (ENGINES[-1], errno.ENODEV)]
-
-
-@pytest.fixture(scope="module")
-def rows() -> torch.Tensor:
-    return make_rows(COUNT, ROW_BYTES // 4)
-
-
-@pytest.fixture
-def path(rows: torch.Tensor, tmp_path: Path) -> Path:
-    path = tmp_path / "table.npy"
-    write_rows(path, rows)
-    return path
 
 
 def batch(number: int) -> torch.Tensor:

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from support import leaks
-from support.row_tables import bytes_of, make_rows
+from support.row_tables import bytes_of
 from support.tensor_files import skip_without, slow
 from torch.utils.data import DataLoader, Dataset
 
 from fastpersist.rows.store import RowStore
-from fastpersist.rows.writer import write_rows
 
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
@@ -30,18 +29,6 @@ COUNT = 20_000
 MANY = torch.arange(0, COUNT, 100)  # more reads than a caller does itself
 ENGINES = ("fault:uring", "fault:threads-buffered")
 LOST = "DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"  # by its signal, or by torch's look
-
-
-@pytest.fixture(scope="module")
-def rows() -> torch.Tensor:
-    return make_rows(COUNT)
-
-
-@pytest.fixture(scope="module")
-def path(rows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("table") / "table.npy"
-    write_rows(path, rows)
-    return path
 
 
 class Samples(Dataset[list[int]]):

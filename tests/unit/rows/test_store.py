@@ -37,18 +37,6 @@ nothing_is_left_behind = leaks.nothing_is_left_behind
 COUNT = 5000
 
 
-@pytest.fixture(scope="module")
-def rows() -> torch.Tensor:
-    return make_rows(COUNT)
-
-
-@pytest.fixture(scope="module")
-def path(rows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("table") / "table.npy"
-    write_rows(path, rows)
-    return path
-
-
 # --------------------------------------------------------------------------------------------------------- gathers
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from support import leaks
 from support.forking import Report, run_in_child
-from support.row_tables import make_rows
 from support.sandbox import become_ordinary_user
 from support.tensor_files import faults, skip_without, slow
 
@@ -29,17 +28,14 @@ from fastpersist.rows.writer import write_rows
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
 COUNT = 4000
+ROW_BYTES = 512
 FEW = torch.arange(0, COUNT, 400)
 MANY = torch.arange(0, COUNT, 40)  # more reads than a caller does itself: 100 rows of 512 bytes with gaps of 20 KB
 
 
-@pytest.fixture(scope="module")
-def rows() -> torch.Tensor:
-    return make_rows(COUNT, 128)
-
-
 @pytest.fixture
 def path(rows: torch.Tensor, tmp_path: Path) -> Path:
+    """A table that the test may change."""
     path = tmp_path / "table.npy"
     write_rows(path, rows)
     return path

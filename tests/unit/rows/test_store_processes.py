@@ -11,7 +11,6 @@ import pytest
 import torch
 from support import leaks
 from support.forking import run_in_child
-from support.row_tables import make_rows
 from support.tensor_files import slow
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,18 +22,6 @@ nothing_is_left_behind = leaks.nothing_is_left_behind
 
 COUNT = 20_000
 MANY = torch.arange(0, COUNT, 100)
-
-
-@pytest.fixture(scope="module")
-def rows() -> torch.Tensor:
-    return make_rows(COUNT)
-
-
-@pytest.fixture(scope="module")
-def path(rows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("table") / "table.npy"
-    write_rows(path, rows)
-    return path
 
 
 class Batches(Dataset[torch.Tensor]):

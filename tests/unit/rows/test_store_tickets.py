@@ -22,24 +22,11 @@ from support.tensor_files import faults, slow
 from fastpersist import _native
 from fastpersist.errors import ConfigError, StorageError
 from fastpersist.rows.store import RowStore, RowTicket
-from fastpersist.rows.writer import write_rows
 
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
 COUNT = 20_000
 FAULTY = "fault:threads-buffered"
-
-
-@pytest.fixture(scope="module")
-def rows() -> torch.Tensor:
-    return make_rows(COUNT)
-
-
-@pytest.fixture(scope="module")
-def path(rows: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("table") / "table.npy"
-    write_rows(path, rows)
-    return path
 
 
 @pytest.fixture
