@@ -59,12 +59,13 @@ def require_bools(**options: object) -> None:
             raise ConfigError(f"{name} is True or False, not {value!r}")
 
 
-def byte_count(value: object, what: str) -> int:
+def byte_count(value: object, what: str, *, auto_allowed: bool = False) -> int:
     """Return a number of bytes that was given as a number, or as a text such as "4GiB", "1.5 GB" or "800M".
 
     Args:
         value: K, M, G and T count by 1000, with an "i" by 1024, as everywhere but in old manuals.
         what: The argument's name, for messages.
+        auto_allowed: Whether the argument may also be "auto", for messages: the caller has looked for that.
 
     Raises:
         ConfigError: It is no number of bytes, a negative one, or one that the kernel could not take.
@@ -82,6 +83,6 @@ def byte_count(value: object, what: str) -> int:
     if not 0 <= count <= _BYTES_MAX:
         raise ConfigError(
             f"{what} is {value!r}; it must be a number of bytes from 0 to 2**63 - 1, or a text such as "
-            '"4GiB" or "800MB"'
+            + ('"4GiB" or "800MB", or "auto"' if auto_allowed else '"4GiB" or "800MB"')
         )
     return int(count)

@@ -238,8 +238,8 @@ class RowStore:
             cache_bytes = available_host_bytes() // 4
         if ahead_bytes == "auto":
             ahead_bytes = min(_AHEAD_ROWS * self.row_bytes, _AHEAD_BYTES_MAX)
-        self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes")
-        self._cache_bytes = byte_count(cache_bytes, "cache_bytes")
+        self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes", auto_allowed=True)
+        self._cache_bytes = byte_count(cache_bytes, "cache_bytes", auto_allowed=True)
         self._batch = 0  # of the last ticket
         self._waiting: deque[weakref.ref[RowTicket]] = deque()  # tickets that were not started, oldest first
         self._under_way: dict[int, _UnderWay] = {}  # by batch: tickets that were started and not taken, oldest first

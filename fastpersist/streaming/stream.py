@@ -147,7 +147,10 @@ def stream(
         raise ConfigError(f'dtype is None, "auto", "model", or a floating-point torch.dtype, not {dtype!r}')
     path = local_path(source, "source")
     require_engine(engine)
-    budget = _free_bytes(place) * 3 // 5 if budget_bytes == "auto" else byte_count(budget_bytes, "budget_bytes")
+    if budget_bytes == "auto":
+        budget = _free_bytes(place) * 3 // 5
+    else:
+        budget = byte_count(budget_bytes, "budget_bytes", auto_allowed=True)
     _refuse_changing_embeddings(model)
     opened = WeightSource(path, engine=engine)
     try:

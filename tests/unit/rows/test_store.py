@@ -323,6 +323,13 @@ def test_what_makes_no_sense_is_refused(
         RowStore(given, **options)
 
 
+@pytest.mark.parametrize("name", ["cache_bytes", "ahead_bytes"])
+def test_who_gives_another_word_reads_that_auto_is_one(name: str, path: Path) -> None:
+    given: dict[str, Any] = {name: "automatic"}
+    with pytest.raises(ConfigError, match=f'^{name} is \'automatic\'; .*"800MB", or "auto"'):
+        RowStore(path, **given)
+
+
 def test_rows_are_at_most_a_gibibyte(tmp_path: Path) -> None:
     with open(tmp_path / "wide", "wb") as file:
         file.truncate((1 << 30) + 1)
