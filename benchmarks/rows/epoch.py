@@ -44,6 +44,7 @@ _WAYS = {
     "memmap-random": "np.memmap, MADV_RANDOM",
     "memmap": "np.memmap",
 }
+_MAPPED = ("memmap-random", "memmap")
 _PARTS = ("sample", "fetch", "compute")
 
 
@@ -91,7 +92,7 @@ def main() -> int:
         "medians of the turns' means; a batch of PyG, sampled in this process, without workers",
     ]
     command_line = " ".join(["python", "benchmarks/rows/epoch.py", *sys.argv[1:]])
-    print(facts_text(command_line, facts), _text(turns), "\n".join(notes), sep="\n\n")
+    print(facts_text(command_line, facts), _text(turns, facts["read_ahead_kb"]), "\n".join(notes), sep="\n\n")
     if arguments.json:
         write_json(arguments.json, report_head("rows epoch", command_line, facts, notes) | {"ways": turns})
     return 0
@@ -127,7 +128,7 @@ def _turn(arguments: argparse.Namespace, scratch: str, way: str, seed: int, limi
     return found
 
 
-def _text(turns: dict[str, list[dict[str, float]]]) -> str:
+def _text(turns: dict[str, list[dict[str, float]]], read_ahead_kb: str) -> str:
     median = {
         way: {part: statistics.median(turn[part] for turn in some) for part in (*_PARTS, "rows", "batch")}
         for way, some in turns.items()
@@ -137,7 +138,8 @@ def _text(turns: dict[str, list[dict[str, float]]]) -> str:
     lines = []
     for way, parts in median.items():
         whole = [1e3 * turn["batch"] for turn in turns[way]]
-        cells = [_WAYS[way], str(sum(int(turn["batches"]) for turn in turns[way]))]
+        name = f"{_WAYS[way]}; read_ahead_kb {read_ahead_kb}" if way in _MAPPED else _WAYS[way]
+        cells = [name, str(sum(int(turn["batches"]) for turn in turns[way]))]
         cells += [f"{1e3 * parts[part]:.0f}" for part in (*_PARTS, "batch")]
         cells += [f"{min(whole):.0f} – {max(whole):.0f}", f"{parts['batch'] / limit_s:.2f}" if limit_s else ""]
         lines.append(cells)

@@ -116,7 +116,8 @@ def main() -> int:
     for row_bytes, results in parts.items():
         print(*(f"{one.row.name}: {one.note}" for one in results if one.note), sep="\n", end="")
         print(f"\n{arguments.count} rows of {row_bytes} bytes\n")
-        print(table(["way", "median s", "min – max s", "rows/s"], [_cells(one, arguments.count) for one in results]))
+        cells = [_cells(one, arguments.count, facts["read_ahead_kb"]) for one in results]
+        print(table(["way", "median s", "min – max s", "rows/s"], cells))
     if arguments.json:
         values = {
             row_bytes: {one.row.name: samples_json(one) for one in results if one.samples}
@@ -139,10 +140,11 @@ def _measured(arguments: argparse.Namespace, case: Case) -> list[Measured]:
         return measure(rows, arguments.repeat, before=before, after=lambda: None)
 
 
-def _cells(one: Measured, count: int) -> list[str]:
+def _cells(one: Measured, count: int, read_ahead_kb: str) -> list[str]:
+    name = f"{one.row.name}; read_ahead_kb {read_ahead_kb}" if one.row.kind == "peer" else one.row.name
     if not one.samples:
-        return [one.row.name, one.note, "", ""]
-    return [one.row.name, *one.time_cells()[:2], f"{count / one.median_s:.0f}"]
+        return [name, one.note, "", ""]
+    return [name, *one.time_cells()[:2], f"{count / one.median_s:.0f}"]
 
 
 if __name__ == "__main__":

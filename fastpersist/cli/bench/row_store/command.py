@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         "limit: the first row of a table; fio reads blocks of a row's length (4096 in requests of 48), ours may read "
         "two wanted blocks that lie close together at once",
         cache.describe(),
-        f"read_ahead_kb of the disk: {_read_ahead_kb(arguments.directory)}, which mapped files depend on",
+        f"read_ahead_kb of the disk: {facts['read_ahead_kb']}, which mapped files depend on",
     ]
     command_line = command_line_text(arguments)
     print(_text(command_line, facts, notes, parts))
@@ -144,16 +144,6 @@ def run(arguments: argparse.Namespace) -> int:
         values = [{"title": title, "rows": [_values(one) for one in results]} for title, results in parts]
         write_json(arguments.json, report_head("rows", command_line, facts, notes) | {"tables": values})
     return exit_code(one for _, results in parts for one in results)
-
-
-def _read_ahead_kb(directory: str) -> str:
-    device = os.stat(directory).st_dev
-    for name in ("queue", "../queue"):  # of a disk, or of the disk that a partition is on
-        path = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/{name}/read_ahead_kb"
-        if os.path.exists(path):
-            with open(path) as file:
-                return file.read().strip()
-    return "unknown"
 
 
 def _values(one: Measured) -> dict[str, Any]:
