@@ -1,9 +1,10 @@
 // Replays a trace of row ids against cache policies and counts hits. It decides nothing: simulate.py makes the traces,
 // names the policies and prints the table.
 //
-//   cache_simulator TRACE < runs        a run is a line of words: policy=sampled slots=1000 warm=50 window=8 …
+//   cache_simulator TRACE [NODES] < runs        a run is a line of words: policy=sampled slots=1000 warm=50 window=8 …
 //
-// A trace is int64 row count, int64 batch count, then for each batch int64 count and its unique ids, int32.
+// A trace is int64 row count, int64 batch count, then for each batch int64 count and its unique ids, int32. NODES,
+// which policy=degree needs, is all ids, int32, those of highest degree first.
 //
 // A batch is the unit, as in the store: all of its ids are looked up first, then its misses are admitted or not. So an
 // eviction by a batch never costs that batch a hit, in any policy. A policy with a window W knows the ids of the next W
@@ -34,11 +35,26 @@ struct Trace {
   int64_t row_count = 0;
   std::vector<std::vector<int>> batches;
   std::vector<std::vector<int>> next_uses;  // for each id of each batch the batch that asks for it next, or kNever
+  std::vector<int> by_degree;               // all ids; empty if the rows are no nodes
 };
 
-Trace read_trace(const char* path) {
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path, "rb"), &std::fclose);
+using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+
+File open_file(const char* path) {
+  File file(std::fopen(path, "rb"), &std::fclose);
   if (!file) throw std::runtime_error(std::string("cannot open ") + path);
+  return file;
+}
+
+std::vector<int> read_ids(const char* path) {
+  const File file = open_file(path);
+  std::vector<int> ids;
+  for (int id = 0; std::fread(&id, sizeof id, 1, file.get()) == 1;) ids.push_back(id);
+  return ids;
+}
+
+Trace read_trace(const char* path) {
+  const File file = open_file(path);
   auto read = [&](void* target, size_t size, size_t count) {
     if (std::fread(target, size, count, file.get()) != count) throw std::runtime_error("the trace is cut short");
   };
@@ -497,16 +513,14 @@ class S3Fifo : public Slotted {
   std::deque<int> small_, main_;
 };
 
-// The rows that the whole trace asks for most often stay; a bound on what a list made beforehand can do.
+// The first rows of a list stay.
 class Static : public Policy {
  public:
-  Static(const Trace& trace, int64_t slots) : Policy(trace, slots), kept_(trace.row_count) {
-    std::vector<int> count(trace.row_count), ids(trace.row_count);
-    for (const auto& batch : trace.batches)
-      for (int id : batch) ++count[id];
-    for (size_t id = 0; id < ids.size(); ++id) ids[id] = static_cast<int>(id);
-    std::nth_element(ids.begin(), ids.begin() + slots, ids.end(), [&](int a, int b) { return count[a] > count[b]; });
-    for (int64_t i = 0; i < slots; ++i) kept_[ids[i]] = 1;
+  Static(const Trace& trace, int64_t slots, const std::vector<int>& list)
+      : Policy(trace, slots), kept_(trace.row_count) {
+    if (static_cast<int64_t>(list.size()) < slots)
+      throw std::runtime_error("policy=degree needs NODES, a file of all ids");
+    for (int64_t i = 0; i < slots; ++i) kept_.at(list[i]) = 1;
   }
   int64_t run_batch(int t) override {
     int64_t hits = 0;
@@ -517,6 +531,17 @@ class Static : public Policy {
  private:
   std::vector<char> kept_;
 };
+
+// The rows that the whole trace asks for most often, as many as there are slots: a bound on what a list made beforehand
+// can do.
+std::vector<int> most_wanted(const Trace& trace, int64_t slots) {
+  std::vector<int> count(trace.row_count), ids(trace.row_count);
+  for (const auto& batch : trace.batches)
+    for (int id : batch) ++count[id];
+  for (size_t id = 0; id < ids.size(); ++id) ids[id] = static_cast<int>(id);
+  std::nth_element(ids.begin(), ids.begin() + slots, ids.end(), [&](int a, int b) { return count[a] > count[b]; });
+  return ids;
+}
 
 std::unique_ptr<Policy> make_policy(const Trace& trace, const Options& options) {
   const auto slots = static_cast<int64_t>(options.number("slots", 0));
@@ -529,7 +554,8 @@ std::unique_ptr<Policy> make_policy(const Trace& trace, const Options& options) 
   if (name == "clock") return std::make_unique<Clock>(trace, slots);
   if (name == "sieve") return std::make_unique<Sieve>(trace, slots);
   if (name == "s3fifo") return std::make_unique<S3Fifo>(trace, slots, options);
-  if (name == "static") return std::make_unique<Static>(trace, slots);
+  if (name == "static") return std::make_unique<Static>(trace, slots, most_wanted(trace, slots));
+  if (name == "degree") return std::make_unique<Static>(trace, slots, trace.by_degree);
   throw std::runtime_error("no policy of the name \"" + name + "\"");
 }
 
@@ -553,8 +579,9 @@ void run(const Trace& trace, const std::string& line) {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  if (argc != 2) throw std::runtime_error("usage: cache_simulator TRACE < runs");
-  const Trace trace = read_trace(argv[1]);
+  if (argc != 2 && argc != 3) throw std::runtime_error("usage: cache_simulator TRACE [NODES] < runs");
+  Trace trace = read_trace(argv[1]);
+  if (argc == 3) trace.by_degree = read_ids(argv[2]);
   for (std::string line; std::getline(std::cin, line);) run(trace, line);
   return 0;
 } catch (const std::exception& error) {

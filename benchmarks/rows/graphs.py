@@ -14,7 +14,7 @@ import torch
 
 from fastpersist.integrations.torch_geometric.sampling import sample_neighbors  # type: ignore[import-not-found]
 
-__all__ = ["drifting_trace", "graph_trace", "make_graph", "open_graph", "uniform_trace", "zipf_trace"]
+__all__ = ["by_degree", "drifting_trace", "graph_trace", "make_graph", "open_graph", "uniform_trace", "zipf_trace"]
 
 _QUADRANTS = (0.57, 0.19, 0.19, 0.05)
 """Of Graph500: how likely an edge lies in each quarter of the matrix, and of that quarter, and so on."""
@@ -84,6 +84,14 @@ def open_graph(
         pending.rename(path)
     indptr, indices = torch.load(path, mmap=True, weights_only=True)
     return indptr, indices
+
+
+def by_degree(indices: torch.Tensor, node_count: int) -> torch.Tensor:
+    """Return all nodes, int32, those first that most others have as a neighbour: these are sampled most often."""
+    count = torch.zeros(node_count, dtype=torch.int64)
+    for some in indices.split(1 << 24):
+        count += torch.bincount(some, minlength=node_count)
+    return count.argsort(descending=True, stable=True).to(torch.int32)
 
 
 def graph_trace(

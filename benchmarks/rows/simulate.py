@@ -3,6 +3,7 @@
     python benchmarks/rows/simulate.py DIR          compiles the simulator; DIR keeps the traces (1 GB)
     python benchmarks/rows/simulate.py DIR --traces graph drift --policies "sampled k=8" "sampled k=32" --shares 5
 
+`degree` keeps the nodes that most others have as a neighbour, so only traces of a graph have it.
 The first quarter of each trace warms the cache and is not counted. A batch's unique ids are what is asked for. Cells
 are hits in percent, and in parentheses the share of what Belady with bypass has, who knows the whole trace.
 """
@@ -26,11 +27,13 @@ POLICIES = (
     "s3fifo",
     "s3fifo promote=1",
     "static",
+    "degree",
     *(f"sampled window={window}" for window in (0, 1, 2, 4, 8, 16)),
 )
 """As cache_simulator.cc reads them. S3-FIFO twice: a row comes into its main queue after two hits, or after one."""
 
-TRACES = ("graph", "epochs", "zipf-0.9", "zipf-1.1", "drift", "uniform")
+_OF_A_GRAPH = ("graph", "epochs")
+TRACES = (*_OF_A_GRAPH, "zipf-0.9", "zipf-1.1", "drift", "uniform")
 SHARES = (1.0, 5.0, 10.0, 20.0)
 _EDGES_PER_NODE = 15
 
@@ -53,12 +56,17 @@ def main(words: Sequence[str] | None = None) -> None:
         if not path.exists():
             row_count, batches = _make(name, options.directory, options.scale, options.batches)
             _write(path, row_count, options.batches, batches)
-        print(f"\n## {name}\n\n{_table(simulator, path, options.policies, options.shares)}", flush=True)
+        files, policies = [path], options.policies
+        if name in _OF_A_GRAPH:
+            files.append(_by_degree(options.directory, options.scale))
+        else:
+            policies = [policy for policy in policies if policy != "degree"]
+        print(f"\n## {name}\n\n{_table(simulator, files, policies, options.shares)}", flush=True)
 
 
 def _make(name: str, directory: Path, scale: int, batch_count: int) -> tuple[int, Iterable[torch.Tensor]]:
     """Return row count and batches; the traces without a graph have a quarter of its rows."""
-    if name in ("graph", "epochs"):
+    if name in _OF_A_GRAPH:
         graph = graphs.open_graph(directory, scale, _EDGES_PER_NODE)
         seed_count = min(1024, (1 << scale) // (4 * batch_count))
         if name == "graph":
@@ -74,6 +82,18 @@ def _make(name: str, directory: Path, scale: int, batch_count: int) -> tuple[int
     return row_count, graphs.zipf_trace(row_count, float(name.split("-")[1]), batch_count, draw_count)
 
 
+def _by_degree(directory: Path, scale: int) -> Path:
+    """Return the file of all nodes, those first that most others have as a neighbour; made if it is not there."""
+    path = directory / f"degree-{scale}.ids"
+    if not path.exists():
+        _, indices = graphs.open_graph(directory, scale, _EDGES_PER_NODE)
+        order = graphs.by_degree(indices, 1 << scale)
+        pending = path.with_suffix(".pending")
+        pending.write_bytes(order.numpy().tobytes())
+        pending.rename(path)
+    return path
+
+
 def _write(path: Path, row_count: int, batch_count: int, batches: Iterable[torch.Tensor]) -> None:
     pending = path.with_suffix(".pending")
     with pending.open("wb") as file:
@@ -84,15 +104,15 @@ def _write(path: Path, row_count: int, batch_count: int, batches: Iterable[torch
     pending.rename(path)
 
 
-def _table(simulator: Path, trace: Path, policies: Sequence[str], shares: Sequence[float]) -> str:
-    with trace.open("rb") as file:
+def _table(simulator: Path, files: Sequence[Path], policies: Sequence[str], shares: Sequence[float]) -> str:
+    with files[0].open("rb") as file:
         row_count, batch_count = struct.unpack("<qq", file.read(16))
     runs = [
         f"policy={policy} slots={int(row_count * share / 100)} warm={batch_count // 4}"
         for policy in ("belady", *policies)
         for share in shares
     ]
-    done = subprocess.run([simulator, trace], input="\n".join(runs), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([simulator, *files], input="\n".join(runs), stdout=subprocess.PIPE, text=True, check=True)
     percents = [100 * int(hits) / int(asked) for hits, asked, _ in map(str.split, done.stdout.splitlines())]
     bounds = percents[: len(shares)]
     lines = [
