@@ -156,9 +156,10 @@ def sweep_directories(parent: str, name: re.Pattern[str] | str, *, locks_work: b
         try:
             if leftover.kind == "retired" and _give_name_back(leftover):
                 continue
-            if _remove_leftover(leftover.path, prepare=sync_once, locks_work=locks_work):
+            what = _remove_leftover(leftover.path, prepare=sync_once, locks_work=locks_work)
+            if what is not None:
                 removed.append(leftover.path)
-                _log.info("removed %s, left by a save that died", leftover.path)
+                _log.info("removed %s, %s", leftover.path, what)
         except StorageError as error:
             _log.warning("a leftover stays: %s", error)
     return removed
@@ -186,8 +187,8 @@ def _give_name_back(leftover: _Leftover) -> bool:
     return True
 
 
-def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, locks_work: bool = True) -> bool:
-    """Remove a hidden directory; return False if somebody writes or reads it, or it is gone already.
+def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, locks_work: bool = True) -> str | None:
+    """Remove a hidden directory; return what it was, or None if somebody writes or reads it, or it is gone already.
 
     Args:
         path: Of the directory.
@@ -196,30 +197,30 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, lo
     """
     with claimed(path) as lock:
         if lock is Lock.BUSY:
-            return False
+            return None
         if lock is Lock.NO_MANIFEST:
             # Nothing was written yet, or only the directory is left of a removal, or a power failure has lost the name
             # of the manifest. In the first case its writer may be alive, and about to make the manifest.
             try:
                 filesystem().remove_directory(path)
-                return True
+                return "which was empty: its save died, or is about to make another one"
             except StorageError as error:
                 if error.errno == errno.ENOENT:
-                    return False
+                    return None
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             with storage_errors("listing", path):
                 if MANIFEST_NAME in os.listdir(path):
-                    return False
+                    return None
         if (lock is Lock.UNSUPPORTED or not locks_work) and prepare is not None and not _is_old(path):
             _log.warning("%s may be a leftover; without file locks it is removed when a day old", path)
-            return False
+            return None
         if prepare is not None:
             prepare()
         path = _never_again_visible(path)
         _empty_tree(path)
     _remove_tree(path)
-    return True
+    return "left by a save that died"
 
 
 def _never_again_visible(path: str) -> str:
@@ -243,7 +244,7 @@ def _is_old(path: str) -> bool:
 def remove_replaced(path: str) -> None:
     """Do step 7; errors only go to the log, because the save has succeeded."""
     try:
-        if not _remove_leftover(path) and os.path.lexists(path):
+        if _remove_leftover(path) is None and os.path.lexists(path):
             _log.info("%s was replaced and is being read; a later save removes it", path)
     except StorageError as error:
         _log.warning("a replaced checkpoint is left behind: %s", error)

@@ -121,6 +121,15 @@ def test_killed_writer_leaves_a_dead_directory_even_while_its_forked_child_lives
             os.kill(worker, signal.SIGKILL)
 
 
+def test_empty_directory_may_be_of_a_save_that_lives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    leave(tmp_path, manifest=b"")
+    (tmp_path / f".{NAME}.pending-{secrets.token_hex(8)}").mkdir()
+    with caplog.at_level(logging.INFO, logger="fastpersist"):
+        sweep_directories(str(tmp_path), NAME)
+    told = sorted(record.getMessage().partition(", ")[2] for record in caplog.records)
+    assert told == ["left by a save that died", "which was empty: its save died, or is about to make another one"]
+
+
 @pytest.mark.parametrize("step", ["make_directory", "create"])
 def test_directory_that_is_swept_before_it_is_locked_is_made_anew(step: str, tmp_path: Path, leak_check: None) -> None:
     class Swept(WatchedDirectories):
