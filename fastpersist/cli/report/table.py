@@ -53,7 +53,7 @@ def as_json(manifest: Manifest) -> dict[str, object]:
 
 def print_costs(manifest: Manifest) -> None:
     """Print the costs of the steps of a root."""
-    _print_text(manifest.path, _rows(manifest.checkpoints))
+    _print_text(manifest.path, _rows(manifest.checkpoints), [name for name in manifest.leftovers if name[0] != "."])
 
 
 def _rows(checkpoints: tuple[Manifest, ...]) -> list[_Row]:
@@ -104,11 +104,14 @@ def _as_json(rows: list[_Row]) -> dict[str, object]:
     }
 
 
-def _print_text(path: str, rows: list[_Row]) -> None:
+def _print_text(path: str, rows: list[_Row], damaged: list[str]) -> None:
     from tabulate import tabulate
 
     print(f"root     {printable(path)}")
     print(f"steps    {len(rows)} that are there, {size_text(sum(row.size_bytes for row in rows))}")
+    if damaged:
+        more = f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+        print(f"damaged  {printable(', '.join(damaged[:3]))}{more}: `fastpersist verify` says how")
     if not rows:
         return
     medians = _medians(rows)

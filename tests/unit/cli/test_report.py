@@ -99,7 +99,17 @@ def test_directory_whose_steps_are_all_damaged_has_none(root: Path, capsys: pyte
         (root / f"step-{step:08d}" / "state.pt").unlink()
     assert report(root, capsys)["steps"] == []
     assert main(["report", str(root)]) == 0
-    assert "steps    0" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "steps    0" in told
+    assert "damaged  step-00000008, step-00000009, step-00000010: `fastpersist verify` says how" in told
+
+
+def test_damaged_steps_are_named_beside_those_that_are_there(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step-00000009" / "state.pt").unlink()
+    assert main(["report", str(root)]) == 0
+    told = capsys.readouterr().out
+    assert "steps    2" in told
+    assert "damaged  step-00000009: " in told
 
 
 @pytest.mark.parametrize("name", ["missing", "step-00000008", "step-00000008/state.pt"])
