@@ -79,7 +79,7 @@ def merge(
 
     Raises:
         CheckpointNotFoundError: One of the directories holds no checkpoint.
-        ConfigError: The file exists already, or the directories do not belong together.
+        ConfigError: The file exists already; or what shall be merged is a file, or does not belong together.
         FormatError, ChecksumError: A part is missing or damaged; the message says which, and who wrote it.
         UnsupportedError: There is nothing to merge: the checkpoint is whole; or weights_only refuses an object in it.
         StorageError: An error of the disk.
@@ -96,6 +96,8 @@ def merge(
         raise ConfigError(f"{out} exists already; choose another name, or say that it may be replaced (--overwrite)")
     for name in names:
         if not os.path.isdir(name):
+            if os.path.lexists(name):
+                raise ConfigError(f"{name} is no directory: name that of a step; a file is whole already")
             raise CheckpointNotFoundError(errno.ENOENT, f"there is no directory {name}", name)
         if not os.path.lexists(os.path.join(name, MANIFEST_NAME)) and (steps := candidate_steps(name)):
             raise ConfigError(f"{name} holds steps: name the directory of one, such as {step_name(max(steps))}")

@@ -78,6 +78,7 @@ def test_file_that_is_there_is_replaced_only_if_that_is_said(
         ("no checkpoint", 2, ["MANIFEST.json"]),
         ("a root", 2, ["holds steps", "such as step-00000002"]),
         ("no directory", 2, ["there is no directory"]),
+        ("a file", 2, ["state.pt.part-00001 is no directory"]),
         ("whole already", 2, ["it is whole: use its files (state.pt)"]),
     ],
 )
@@ -114,6 +115,8 @@ def test_what_cannot_be_merged_is_said_and_nothing_is_left(
         directories = stores
     elif damage == "no directory":
         directories[1] = tmp_path / "nothing"
+    elif damage == "a file":
+        directories[1] = part
     else:
         with checkpoints_alone(tmp_path / "whole") as checkpoints:
             checkpoints.save(1, {"a": torch.ones(3)}).result()
