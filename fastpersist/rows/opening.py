@@ -210,7 +210,7 @@ def _open(
             source.refuse_incomplete()
             raise ConfigError(
                 f"{path} is {source.looks_like()}, neither .npy nor safetensors; if it holds nothing but rows, give "
-                "shape= and dtype="
+                "fastpersist.RowStore shape= and dtype="
             )
         return table._replace(position_of_row=read_positions(source, table.piece.offset_bytes, table.piece.row_count))
 
@@ -269,7 +269,9 @@ def _npy(source: CheckpointSource, wanted: torch.dtype | None) -> _Table:
 def _safetensors(source: CheckpointSource, name: str | None, wanted: torch.dtype | None) -> _Table:
     entries = {entry.name: entry for entry in source.header.entries}
     if name is None and len(entries) != 1:
-        raise ConfigError(f"{source.path} has {len(entries)} tensors; name one with tensor=: {_some(entries)}")
+        raise ConfigError(
+            f"{source.path} has {len(entries)} tensors; name one with tensor= (rows info: --tensor): {_some(entries)}"
+        )
     entry = next(iter(entries.values())) if name is None else entries.get(name)
     if entry is None:
         raise ConfigError(f"{source.path} has no tensor {name!r}; it has {_some(entries)}")

@@ -61,6 +61,10 @@ def test_what_is_no_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "there is no table" in capsys.readouterr().err
     (tmp_path / "text.npy").write_text("hello " * 1000)
     assert main(["rows", "info", str(tmp_path / "text.npy")]) == 2
+    assert "fastpersist.RowStore shape= and dtype=" in capsys.readouterr().err
+    fp.save({"a": torch.ones(2, 2), "b": torch.ones(2, 2)}, tmp_path / "two.safetensors")
+    assert main(["rows", "info", str(tmp_path / "two.safetensors")]) == 2
+    assert "--tensor" in capsys.readouterr().err
 
 
 def test_bench_compares_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
