@@ -89,14 +89,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _entries(path: str) -> tuple[Sequence[TensorEntry], bool]:
     """Return the tensors, and whether they lie in several files."""
     from fastpersist import TensorEntry, inspect
-    from fastpersist.contents.stored import open_contents, refuse_root
-    from fastpersist.formats.manifest import MANIFEST_NAME
+    from fastpersist.contents.stored import open_contents, refuse_parts, refuse_root
+    from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME
 
     if not os.path.isdir(path):
         return inspect(path).tensors, False
     refuse_root(path)
     if os.path.lexists(os.path.join(path, MANIFEST_NAME)):
-        return inspect(path).tensors, True
+        manifest = inspect(path)
+        names = [entry.name for entry in manifest.files]
+        if DCP_METADATA_NAME not in names:  # else each part has the list of all tensors
+            refuse_parts(path, names)
+        return manifest.tensors, True
     with open_contents(path) as contents:
         return [
             TensorEntry(

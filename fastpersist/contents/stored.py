@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -32,7 +32,7 @@ from fastpersist.streaming.source import WeightSource
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.tensor_file import TensorFile
 
-__all__ = ["Contents", "Stored", "open_contents", "refuse_root"]
+__all__ = ["Contents", "Stored", "open_contents", "refuse_parts", "refuse_root"]
 
 _TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
@@ -183,6 +183,16 @@ def refuse_root(path: str) -> None:
         raise ConfigError(f"{path} is a directory of steps: name one of them, such as {os.path.join(path, max(steps))}")
 
 
+def refuse_parts(path: str, names: Collection[str]) -> None:
+    """Refuse a directory whose files are a part of a step.
+
+    Raises:
+        UnsupportedError: It is one; the others lie in other directories.
+    """
+    if PARTS_NAME in names:
+        raise UnsupportedError(f"{path} holds a part of a step only: `fastpersist merge` makes a whole one first")
+
+
 def _add_shards(contents: Contents, stack: ExitStack, directory: str, engine: str) -> None:
     from fastpersist.contents.sharded import Shards  # slow to import, like all of DCP
 
@@ -199,8 +209,7 @@ def _add_shards(contents: Contents, stack: ExitStack, directory: str, engine: st
 def _add_step(contents: Contents, stack: ExitStack, held: HeldDirectory, engine: str) -> None:
     manifest = read_manifest(held.place)
     names = {entry.name for entry in manifest.files}
-    if PARTS_NAME in names:
-        raise UnsupportedError(f"{held.path} holds a part of a step only: `fastpersist merge` makes a whole one first")
+    refuse_parts(held.path, names)
     check_files(held.place, manifest)
     if DCP_METADATA_NAME in names:
         _add_shards(contents, stack, held.place, engine)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import golden
 
 import fastpersist as fp
 from fastpersist.cli import main
@@ -101,6 +102,11 @@ def test_no_tensor_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for form in ([], ["--tree"]):
         assert main(["ls", str(tmp_path / "a.pt"), *form]) == 0
         assert "0 tensors, 0 bytes" in capsys.readouterr().out
+
+
+def test_part_of_a_step_is_no_step_without_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(golden.PARTS / "a" / "step-00000007")]) == 2
+    assert "`fastpersist merge` makes a whole one first" in capsys.readouterr().err
 
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
