@@ -360,8 +360,13 @@ def _tensor_files(files: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
 
 def _verify_checkpoint(path: str, engine: str, explain: Explain) -> VerifyReport:
     try:
-        if os.path.isdir(path) and not os.path.lexists(os.path.join(path, MANIFEST_NAME)):
-            raise FormatError("it is missing: the checkpoint was never finished, or is damaged")
+        if os.path.isdir(path):
+            manifest_path = os.path.join(path, MANIFEST_NAME)
+            with storage_errors("looking up", manifest_path):
+                try:
+                    os.lstat(manifest_path)
+                except FileNotFoundError:
+                    raise FormatError("it is missing: the checkpoint was never finished, or is damaged") from None
         with _held(path) as (held, manifest):
             report = _verify_files(held, manifest, engine)
             return dataclasses.replace(explain(dataclasses.replace(report, path=held.place)), path=path)

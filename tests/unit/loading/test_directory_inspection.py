@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from support.archives import flip_bit, record_places
+from support.forking import Report, run_in_child
 from support.leaks import no_leaks
+from support.sandbox import become_ordinary_user, needs_root, open_directory
 
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.checkpointer import step_loader
 from fastpersist.commit import step_listing
+from fastpersist.errors import StorageError
 from fastpersist.formats.manifest import MANIFEST_NAME, CheckpointManifest, FileEntry, encode_manifest, step_name
 from fastpersist.loading import directory_inspection
 from fastpersist.loading.directory_inspection import directory_bytes, inspect_directory, verify_directory
@@ -307,6 +310,21 @@ def test_leftovers_are_told_and_no_damage(root: Path) -> None:
     assert inspect(root).leftovers == wanted
     assert [checkpoint.step for checkpoint in inspect(root).checkpoints] == [7, 100, 123_456_789]
     assert not verify(pending).ok
+
+
+@needs_root
+def test_step_that_may_not_be_read_is_not_said_to_have_no_manifest(tmp_path: Path) -> None:
+    with open_directory(tmp_path) as directory:
+        with fp.Checkpointer(directory / "run") as checkpoints:
+            checkpoints.save(1, {"weight": torch.ones(3)})
+        (directory / "run" / step_name(1)).chmod(0)
+
+        def work(report: Report) -> None:
+            become_ordinary_user()
+            with pytest.raises(StorageError, match=r"step-00000001/MANIFEST\.json: Permission denied"):
+                verify(directory / "run")
+
+        run_in_child(work)
 
 
 def test_retired_step_whose_final_name_is_missing_is_committed(root: Path) -> None:
