@@ -34,6 +34,7 @@ def train(directory: Path) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = 1
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "checkpoint.pt"
     if path.exists():
         checkpoint = torch.load(path)

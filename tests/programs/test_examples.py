@@ -48,6 +48,13 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "an example cleans up after itself"
 
 
+def test_unchanged_program_makes_the_directory_that_it_is_given(tmp_path: Path) -> None:
+    command = command_of(FOLDER / "torch_save_unchanged.py", tmp_path / "new" / "run")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "new" / "run" / "checkpoint.pt").exists()
+
+
 def test_rows_of_the_graph_are_read_both_ways_alike(tmp_path: Path) -> None:
     command = command_of(FOLDER / "graph_larger_than_memory.py", tmp_path, *SMALL["graph_larger_than_memory.py"])
     done = subprocess.run(command, capture_output=True, text=True, check=True)
