@@ -47,6 +47,7 @@ from .checkpoint_saves import (  # noqa: E402
 )
 from .foreign_files import own_names  # noqa: E402
 from .fsdp import LOADING_NAMES, sharded_loads, shards_in  # noqa: E402
+from .sigterm import AgreedSigterm  # noqa: E402
 
 __all__ = ["Attachment", "FastPersistCallback", "attach", "last_checkpoint"]
 
@@ -73,7 +74,8 @@ def attach(
     A checkpoint has the Trainer's files and a MANIFEST.json. The Trainer's rotation runs when the new checkpoint is
     durable. These wait for the save under way: another save, evaluation, prediction, loading the best model, the end of
     train(), and a hyper-parameter search. These saves are synchronous: the last one of the training, one that is pushed
-    to the hub, one at SIGTERM, and one by a subclass that overrides `_save_checkpoint` (it may use the directory).
+    to the hub, one at SIGTERM, and one by a subclass that overrides `_save_checkpoint` (it may use the directory). With
+    several ranks and enable_jit_checkpoint, a SIGTERM to any rank makes all of them save at the end of the same step.
 
     With DDP each rank holds a replica of weights and optimizer and writes a part of them; the files are the same. The
     coordinator writes alone where the trainer's class overrides `save_model`, `_save` or
@@ -153,6 +155,9 @@ class Attachment:
         for name in LOADING_NAMES:
             if name not in _WAITING_FIRST:
                 self._replace(trainer, name, self._loading(getattr(trainer, name)))
+        self._sigterm = AgreedSigterm(trainer)
+        if self._sigterm.manager is not None:
+            self._replace(self._sigterm.manager, "_enable_checkpoint", self._sigterm.ask)
         self._callback = _GateCallback(self)
         trainer.callback_handler.callbacks.insert(0, self._callback)  # first: pass the gate before other callbacks run
         setattr(trainer, _ATTRIBUTE, self)
@@ -276,7 +281,8 @@ class Attachment:
     # --- notifying callbacks
 
     def at_step_end(self, control: Any) -> Any:
-        """Notify callbacks if a save has finished."""
+        """Let all ranks save if one got SIGTERM; notify callbacks if a save has finished."""
+        self._sigterm.agree()
         self._saves.poll()
         return self.deliver(control)
 

@@ -44,11 +44,20 @@ def _train_on_this_rank(rank: int, _count: int, directory: Path, way: str, fault
     def hear(state: Any, control: Any) -> None:
         lines.append(f"heard of {state.global_step} at {trainer.state.global_step}")
 
+    def signal_in_the_middle(state: Any, control: Any) -> None:
+        if state.global_step == 4:  # as the Trainer's timer does it after the signal
+            managers = [getattr(one, "jit_manager", None) for one in trainer.callback_handler.callbacks]
+            next(one for one in managers if one is not None)._enable_checkpoint()
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         callbacks = [At("on_save", hear)] + ([FastPersistCallback(on_error="warn")] if way == "callback" else [])
         options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp_backend": "gloo", "callbacks": callbacks}
+        if fault == "sigterm":
+            options["enable_jit_checkpoint"] = True
         trainer = trainer_for(eval_strategy="steps", eval_steps=4, save_total_limit=3, **options)
+        if fault == "sigterm" and rank == 1:
+            trainer.callback_handler.callbacks.insert(0, At("on_step_begin", signal_in_the_middle))
         if way == "ours":
             attach(trainer, on_error="raise" if fault == "raise" else "warn")
         if fault == "part" and rank == 1:

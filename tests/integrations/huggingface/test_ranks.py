@@ -12,6 +12,8 @@ from support.huggingface_ranks import train
 from support.huggingface_trainers import assert_like_stock, assert_same_file, checkpoints_in, files_below
 from support.runs import hidden_names
 
+import fastpersist as fp
+
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -68,3 +70,12 @@ def test_a_rank_that_cannot_save_its_part_ends_all(tmp_path: Path) -> None:
     assert first == ["ended by RuntimeError: rank 1 could not save: TypeError: rank 1 fails"]
     assert second == ["ended by TypeError: rank 1 fails"]
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_sigterm_that_reaches_one_rank_makes_all_of_them_save_the_same_step_and_end(tmp_path: Path) -> None:
+    assert [lines[-1] for lines in train(tmp_path, "ours", "sigterm")] == ["ended at 5"] * 2
+    checkpoint = tmp_path / "run" / "checkpoint-5"
+    assert fp.verify(checkpoint).ok
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= files_below(checkpoint)
+    assert "checkpoint-is-incomplete.txt" not in files_below(checkpoint)
+    assert hidden_names(tmp_path / "run") == []

@@ -1,0 +1,47 @@
+"""Lets all ranks of a Trainer with enable_jit_checkpoint save the same step, and end after it.
+
+A signal reaches each rank at another moment, or only one of them. The Trainer then saves and stops each rank where that
+rank happens to be, but our save needs all ranks at once. So a rank that is to save tells the others at the end of its
+step, and the Trainer's own callback acts on all of them there. This takes one small collective a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._shared.agreement import are_several
+
+__all__ = ["AgreedSigterm"]
+
+
+class AgreedSigterm:
+    """The request of a rank to save and to end. The Trainer's timer makes it, on a thread of its own.
+
+    Args:
+        trainer: The Trainer, with its callbacks.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._is_asked = False
+        managers = [getattr(one, "jit_manager", None) for one in trainer.callback_handler.callbacks]
+        self.manager: Any = next((one for one in managers if hasattr(one, "_enable_checkpoint")), None)
+
+    def ask(self) -> None:
+        """Replace the function of the Trainer's timer, which lets the next callback save on this rank alone."""
+        if are_several():
+            self._is_asked = True
+        else:
+            self.manager.is_checkpoint_requested = True
+
+    def agree(self) -> None:
+        """At the end of a step, let the Trainer save on all ranks if one has asked. Collective."""
+        if self.manager is None or not are_several():
+            return
+        asked = torch.tensor([int(self._is_asked)], device=self._trainer.args.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked.item():
+            self.manager.is_checkpoint_requested = True
