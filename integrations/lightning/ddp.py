@@ -2,13 +2,18 @@
 
 Lightning assembles a checkpoint on every rank, and rank 0's plugin saves it. `SharedSaving` replaces the strategy's
 function for that. The coordinator (rank 0) acts as before; if it writes a new file, each follower writes a part. This
-takes two small collectives, at a point where Lightning has a barrier anyway:
+takes three small collectives, at a point where Lightning has a barrier anyway:
 
     coordinator → followers   word    "together" and the file's name, "alone" once it is saved, or "failed" and why
+    all → all                 layout  where large replicated tensors are in the checkpoint: hooks may have changed that
     all → all                 begun   after `fastpersist.save_async`: why it could not begin, on each rank
+
+If layouts differ, the coordinator writes alone.
 
 So an exception of one rank is raised on all, and no rank waits for one that has raised. From there on only the writers
 communicate, in the background. The coordinator's plugin still decides which files wait for which.
+
+Where the coordinator writes alone, followers know nothing of its saves. `SharedLoading` lets them wait before a load.
 
 This module also judges strategies: whether one uses the plugin at all, and which optimizers' tensors are written in
 place.
@@ -17,16 +22,19 @@ place.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from fastpersist import ConfigError, PeerError, PendingSave
 
 from .._shared import agreement
+from .file_order import local_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SLURM_PREFIX",
     "Share",
+    "SharedLoading",
     "SharedSaving",
     "gated_optimizers",
     "moves_parameters",
@@ -43,6 +52,7 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
+Begun = TypeVar("Begun", bound=PendingSave | None)
 
 Share: TypeAlias = Callable[[str, Callable[["ProcessGroup | None"], PendingSave]], PendingSave]
 """Begins a save on all ranks; takes its file, and the function that begins it with a process group or None."""
@@ -75,6 +85,9 @@ class Plugin(Protocol):
 
     def save_part(self, checkpoint: dict[str, Any], key: str, process_group: ProcessGroup | None) -> PendingSave:
         """Begin this rank's part of a file."""
+
+    def wait_for(self, path: str | os.PathLike[str]) -> None:
+        """Wait until the saves to a path are durable."""
 
     def take_error(self) -> BaseException | None:
         """Return the next error that was not raised yet."""
@@ -152,7 +165,8 @@ class SharedSaving:
                 return begin(None)
             is_told = True
             _say(("together", key))
-            return _begin_on_all(key, lambda: begin(dist.group.WORLD))
+            group = dist.group.WORLD if self._have_one_layout(checkpoint, key) else None
+            return _begin_on_all(key, lambda: begin(group))[0]
 
         try:
             with self._plugin.shared(share):
@@ -173,8 +187,61 @@ class SharedSaving:
                 f"rank 0 failed while saving {filepath}: {text}", rank=0, subject=str(filepath)
             )
         if word == "together":
-            _begin_on_all(text, lambda: self._plugin.save_part(checkpoint, text, dist.group.WORLD))
+            is_wanted = self._have_one_layout(checkpoint, text)
+            _begin_on_all(
+                text, lambda: self._plugin.save_part(checkpoint, text, dist.group.WORLD) if is_wanted else None
+            )
         self._plugin.warn_of_errors()
+
+    def _have_one_layout(self, checkpoint: dict[str, Any], key: str) -> bool:
+        """Return whether all ranks have the same large tensors at the same places of the checkpoint; collective.
+
+        A hook may change the checkpoint on one rank only, such as rank 0, which is the one that Lightning saves.
+        """
+        layouts = on_all_ranks(key, lambda: _layout_of(checkpoint, self._plugin.gated_optimizers()))
+        return len(set(layouts)) == 1
+
+
+# ------------------------------------------------------------------------------------------- all ranks load
+
+
+class SharedLoading:
+    """Replaces `load_checkpoint` of a strategy, on all ranks, until `take_away`: it waits for the saves of all ranks.
+
+    Args:
+        trainer: The Trainer; all of its ranks load together.
+        plugin: The strategy's plugin, or one that is wrapped in it.
+    """
+
+    def __init__(self, trainer: Any, plugin: Plugin) -> None:
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        self._plugin = plugin
+        self._stock = self._strategy.load_checkpoint
+        self._is_wanted = True
+        self._stand_in = self._load
+        self._strategy.load_checkpoint = self._stand_in
+
+    @classmethod
+    def of(cls, trainer: Any, plugin: Plugin) -> SharedLoading | None:
+        """Replace the function if there are several ranks, and it is the strategy's own; else return None."""
+        is_alone = trainer.world_size == 1 or not agreement.are_several()
+        return None if is_alone or "load_checkpoint" in vars(trainer.strategy) else cls(trainer, plugin)
+
+    def take_away(self) -> None:
+        """Restore the strategy's function; if other code has replaced ours, ours only passes on from now on."""
+        self._is_wanted = False
+        if vars(self._strategy).get("load_checkpoint") is self._stand_in:
+            del self._strategy.load_checkpoint
+
+    def _load(self, checkpoint_path: Any, *arguments: Any, **options: Any) -> Any:
+        path = local_path(checkpoint_path)
+        if self._is_wanted and path is not None and not self._trainer.interrupted:
+            on_all_ranks(path, lambda: self._plugin.wait_for(path))
+        return self._stock(checkpoint_path, *arguments, **options)
+
+
+# ------------------------------------------------------------------------------------------- collectives
 
 
 def _say(word: tuple[str, str] | None) -> tuple[str, str]:
@@ -185,20 +252,48 @@ def _say(word: tuple[str, str] | None) -> tuple[str, str]:
     return found
 
 
-def _begin_on_all(key: str, begin: Callable[[], PendingSave]) -> PendingSave:
-    """Begin a save on all ranks, or on none; collective.
+def _begin_on_all(key: str, begin: Callable[[], Begun]) -> list[Begun]:
+    """Begin a save on all ranks, or on none; collective. Return this rank's, as the only item.
 
     Raises:
         PeerError: The save could not begin on another rank.
     """
-    begun: list[PendingSave] = []
+    begun: list[Begun] = []
     try:
         on_all_ranks(key, lambda: begun.append(begin()))
     except PeerError:
         for pending in begun:
-            pending.exception()  # count the error as delivered: it is raised here, not once more by the writer
+            if pending is not None:
+                pending.exception()  # count the error as delivered: it is raised here, not once more by the writer
         raise
-    return begun[0]
+    return begun
+
+
+def _layout_of(checkpoint: object, optimizers: Iterable[Optimizer]) -> str:
+    """Return a digest of where in a checkpoint the large tensors of optimizers are."""
+    owned = {
+        tensor.untyped_storage().data_ptr()
+        for optimizer in optimizers
+        for _, tensor in _tensors_in([optimizer.param_groups, dict(optimizer.state)], "", set())
+    }
+    digest = hashlib.sha256()
+    for place, tensor in _tensors_in(checkpoint, "", set()):
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= _WORTH_SHARING_BYTES and storage.data_ptr() in owned:
+            digest.update(f"{place} {storage.nbytes()} {tensor.dtype}\n".encode())
+    return digest.hexdigest()
+
+
+def _tensors_in(value: object, place: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested collections, with their places, in the order of the collections."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is torch.strided:  # type: ignore[attr-defined]  # others have no one storage
+            yield place, value  # type: ignore[misc]
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors_in(item, f"{place}/{key}" if isinstance(key, str | int) else place, seen)
 
 
 def _described(error: BaseException) -> str:

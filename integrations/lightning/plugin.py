@@ -27,7 +27,15 @@ from fastpersist import ConfigError, PendingSave, load, require_engine, save, sa
 
 from .._shared.requirements import require, require_writers
 from .._shared.save_figures import SaveFigures
-from .ddp import SLURM_PREFIX, Share, SharedSaving, gated_optimizers, refuse_bypassing
+from .ddp import (
+    SLURM_PREFIX,
+    Share,
+    SharedLoading,
+    SharedSaving,
+    gated_optimizers,
+    on_all_ranks,
+    refuse_bypassing,
+)
 from .file_order import FileOrder, Likeness, key_of, local_path, sync_path
 from .fsdp import ShardedSaving
 from .resume import last_checkpoint
@@ -161,6 +169,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         self._gated: Callable[[], list[Optimizer]] | None = None  # given by the callback while it gates the steps
         self.hears_of_steps: Callable[[], bool] = lambda: True  # whether Lightning's hook runs; set by the callback
         self._is_over = False
+        self._is_together = False  # whether several ranks are in fit()
         self._has_stepped = False
         self._last: _Saved | None = None  # until the next step, or the next save that may not be linked to
         self._may_link = False
@@ -260,9 +269,12 @@ class FastPersistCheckpointIO(CheckpointIO):
             StorageError: With on_error="raise", a save failed.
         """
         unwinding = sys.exc_info()[1] is not None and self._gated is None
+        is_together = self._is_together
         self.end()
         if unwinding:
             self.forget_errors()
+        elif is_together:
+            on_all_ranks("the last checkpoints", self._deliver)  # the others return when rank 0's are durable, too
         else:
             self._deliver()
 
@@ -317,9 +329,14 @@ class FastPersistCheckpointIO(CheckpointIO):
         """The saves, links and removals that are not done."""
         return self._order
 
-    def begin(self, gated: Callable[[], list[Optimizer]]) -> None:
-        """Gate the optimizers that `gated` returns by `wait_captured`, which the callback calls before each step."""
-        self._gated, self._is_over = gated, False
+    def begin(self, gated: Callable[[], list[Optimizer]], *, is_together: bool = False) -> None:
+        """Gate the optimizers that `gated` returns by `wait_captured`, which the callback calls before each step.
+
+        Args:
+            gated: Returns the optimizers.
+            is_together: Several ranks train together, so that all end when one ends, or raise its error.
+        """
+        self._gated, self._is_over, self._is_together = gated, False, is_together
         self._has_stepped, self._last = True, None
 
     @contextlib.contextmanager
@@ -342,7 +359,7 @@ class FastPersistCheckpointIO(CheckpointIO):
     def end(self) -> None:
         """Wait for all operations, without raising their errors; make later saves wait until they are durable."""
         self._order.join()
-        self._gated, self._is_over, self._last = None, True, None
+        self._gated, self._is_over, self._last, self._is_together = None, True, None, False
 
     def forget_pending(self) -> None:
         """Drop the saves under way: they belong to the parent process."""
@@ -502,10 +519,10 @@ class FastPersistCallback(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._plugin: FastPersistCheckpointIO | None = None
-        self._sharing: SharedSaving | None = None
+        self._sharing: list[SharedSaving | SharedLoading | None] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plugin": None, "_sharing": None}  # each process finds its own
+        return {**self.__dict__, "_plugin": None, "_sharing": []}  # each process finds its own
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the plugin; in `fit()` take over the gate."""
@@ -515,10 +532,11 @@ class FastPersistCallback(Callback):
         if stage == "fit":
             self._end_sharing()
             if type(self._plugin).save_checkpoint is FastPersistCheckpointIO.save_checkpoint:
-                self._sharing = SharedSaving.of(trainer, self._plugin)
+                self._sharing.append(SharedSaving.of(trainer, self._plugin))
+            self._sharing.append(SharedLoading.of(trainer, self._plugin))
             # While Lightning tunes the learning rate or batch size, the Trainer has other callbacks.
             self._plugin.hears_of_steps = lambda: self in trainer.callbacks
-            self._plugin.begin(functools.partial(gated_optimizers, trainer))
+            self._plugin.begin(functools.partial(gated_optimizers, trainer), is_together=trainer.world_size > 1)
             for checkpoint in _model_checkpoints(trainer):
                 checkpoint.file_exists = functools.partial(_file_exists, self._plugin.order, checkpoint)
                 checkpoint._link_checkpoint = functools.partial(_link_checkpoint, self._plugin.order)
@@ -566,9 +584,10 @@ class FastPersistCallback(Callback):
                 self._log_figures(trainer)
 
     def _end_sharing(self) -> None:
-        if self._sharing is not None:
-            self._sharing.take_away()
-            self._sharing = None
+        for one in self._sharing:
+            if one is not None:
+                one.take_away()
+        self._sharing.clear()
 
 
 def _find_plugin(strategy: Any) -> FastPersistCheckpointIO:

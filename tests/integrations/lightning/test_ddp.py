@@ -282,6 +282,93 @@ def test_optimizer_that_gives_its_state_to_the_first_rank_alone_is_saved_by_it(t
     assert len(torch.load(tmp_path / "step=2.ckpt", weights_only=False)["optimizer_states"][0]["state"]) == 6
 
 
+def without_first_weight(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["state_dict"]["first.weight"]
+
+
+def without_optimizers(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["optimizer_states"]
+
+
+def with_copies(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"] = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
+
+
+def in_reverse(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["state"] = {
+        number: dict(reversed(state.items())) for number, state in checkpoint["optimizer_states"][0]["state"].items()
+    }
+
+
+@pytest.mark.parametrize("change", [without_first_weight, without_optimizers, with_copies, in_reverse])
+def test_what_a_hook_changes_on_the_first_rank_alone_is_what_is_saved(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    class Changing(Callback):
+        def on_save_checkpoint(self, trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+            if trainer.is_global_zero:
+                change(checkpoint)
+
+    def work(rank: int, _count: int) -> Any:
+        found = []
+        for stock in (True, False):
+            with noted() as saves:
+                trainer, _ = run(Changing(), ModelCheckpoint(tmp_path / "checkpoints", **EACH_STEP), stock=stock)
+            trainer.strategy.barrier()
+            found.append(contents(tmp_path / "checkpoints"))
+            trainer.strategy.barrier()
+            if rank == 0:
+                (tmp_path / "checkpoints").rename(tmp_path / f"stock {stock}")
+            trainer.strategy.barrier()
+        assert found[0] == found[1]
+        return shares_of(saves)
+
+    assert run_ranks(2, work) == [[[], []], []]
+
+
+class Slow(Filesystem):
+    """A disk that is slower than what a rank does that does not wait for it."""
+
+    def sync(self, fd: int, path: str) -> None:
+        threading.Event().wait(1.0)
+        super().sync(fd, path)
+
+
+def test_fit_returns_on_each_rank_when_the_first_rank_has_saved(tmp_path: Path) -> None:
+    def work(rank: int, _count: int) -> bool:
+        with using(Slow()):
+            run(ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}"), kind=Net)
+            return (tmp_path / "step=2.ckpt").exists()
+
+    assert run_ranks(2, work) == [True, True]
+
+
+def test_failure_of_the_first_rank_alone_ends_fit_on_all(tmp_path: Path) -> None:
+    def work(rank: int, _count: int) -> None:
+        with using(FullOn("step=2")):
+            run(ModelCheckpoint(tmp_path, **EACH_STEP), kind=Net)
+
+    first, second = rank_endings(2, work)
+    assert first.error_type is fp.StorageError
+    assert second.error_type is fp.PeerError
+    assert "injected" in second.error_text
+
+
+def test_ranks_load_in_fit_when_the_first_rank_has_saved(tmp_path: Path) -> None:
+    def work(rank: int, _count: int) -> int:
+        def act(trainer: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "asked.ckpt")
+            found.append(trainer.strategy.load_checkpoint(tmp_path / "asked.ckpt")["global_step"])
+
+        found: list[int] = []
+        with using(Slow()):
+            trainer, _ = run(Asked(1, act), kind=Net, enable_checkpointing=False)
+        assert "load_checkpoint" not in vars(trainer.strategy)
+        return found[0]
+
+    assert run_ranks(2, work) == [1, 1]
+
+
 # --- failures
 
 
