@@ -274,7 +274,7 @@ def _layout_of(checkpoint: object, optimizers: Iterable[Optimizer]) -> str:
     owned = {
         tensor.untyped_storage().data_ptr()
         for optimizer in optimizers
-        for _, tensor in _tensors_in([optimizer.param_groups, dict(optimizer.state)], "", set())
+        for _, tensor in _tensors_in([optimizer.param_groups, optimizer.state], "", set())
     }
     digest = hashlib.sha256()
     for place, tensor in _tensors_in(checkpoint, "", set()):

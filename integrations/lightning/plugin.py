@@ -290,7 +290,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         self._optimizer = optimizer
 
     def wait(self) -> None:
-        """Wait until all saves are durable.
+        """Wait until all saves of this rank are durable. Where rank 0 saves alone, the other ranks have none.
 
         Raises:
             StorageError: With on_error="raise", a save failed.
