@@ -46,6 +46,7 @@ from fastpersist import (
 from ._shared.redirection import Redirection, saves_into
 from ._shared.requirements import require
 from ._shared.save_figures import SaveFigures
+from .torch_save import routed
 
 require("accelerate", "accelerate", "1.1")
 
@@ -66,6 +67,7 @@ _FILE_OF_ACCELERATE = re.compile(
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+"
     rf"|{_RANDOM_STATE.pattern}|custom_checkpoint_\d+\.pkl|scaler\.pt"
 )
+_WRITTEN_BY_ALL = re.compile(r"scaler\.pt|dl_state_dict(_\d+)?\.bin")  # by stock Accelerate, on every process
 _STRATEGIES = ("NO", "MULTI_", "FSDP")  # all others save by themselves
 
 _Files: TypeAlias = DirectorySave | PeerDirectorySave
@@ -306,16 +308,19 @@ def _why_not_shared(accelerator: Accelerator, pending_path: str) -> ConfigError 
 
 @contextmanager
 def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -> Iterator[None]:
-    """Redirect Accelerate's saves in the block into `files`; without one, write them durably to their own paths."""
+    """Redirect Accelerate's saves in the block into `files`.
+
+    On other processes, files are written durably to their own paths, but for those that the main process writes, too.
+    """
     optimizers = None if _moves_parameters(accelerator) else list(accelerator._optimizers)
     with ExitStack() as stack:
-        stack.enter_context(_scaler_of_main_process(accelerator))
         if isinstance(files, DirectorySave):
             of_main_process = (lambda _name: False) if _is_sharding(accelerator) else None
             redirection = stack.enter_context(saves_into(files, optimizer=optimizers, shared=of_main_process))
             stack.enter_context(_hooks_writing_at_once(accelerator, redirection))
         else:
             stack.enter_context(installed())
+            stack.enter_context(routed(lambda _obj, path: _is_of_main_process(pending_path, path)))
         if files is not None and _is_sharding(accelerator):
             from ._shared.sharded_redirection import shards_into  # slow to import; only FSDP needs it
 
@@ -342,23 +347,10 @@ def _moves_parameters(accelerator: Accelerator) -> bool:
     return _is_sharding(accelerator) and not getattr(accelerator, "is_fsdp2", False)
 
 
-@contextmanager
-def _scaler_of_main_process(accelerator: Accelerator) -> Iterator[None]:
-    """Leave scaler.pt to the main process: stock Accelerate writes the same file on every process."""
-    if accelerator.is_main_process:
-        yield
-        return
-    scaler = accelerator.scaler
-
-    def hide(*_: object) -> None:
-        accelerator.scaler = None
-
-    hook = accelerator.register_save_state_pre_hook(hide)  # runs last: users' hooks see the scaler
-    try:
-        yield
-    finally:
-        hook.remove()
-        accelerator.scaler = scaler
+def _is_of_main_process(pending_path: str, path: str) -> bool:
+    """Return whether a file is one that stock Accelerate writes under one name on every process."""
+    folder, name = os.path.split(path)
+    return _WRITTEN_BY_ALL.fullmatch(name) is not None and os.path.realpath(folder) == os.path.realpath(pending_path)
 
 
 @contextmanager

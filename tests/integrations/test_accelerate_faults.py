@@ -403,3 +403,27 @@ def test_hooks_see_the_scaler_on_every_process(tmp_path: Path) -> None:
     variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
     scales = run_ranks(2, lambda _rank, _count: save_beside_a_hook(tmp_path), timeout_s=90, environment=variables)
     assert scales[0] == scales[1] > 1.0
+
+
+def save_with_a_stateful_loader(folder: Path) -> bool:
+    """Save beside a loader whose state stock Accelerate writes on every process; return whether all came back."""
+    training = Training(stateful_loader=True)
+    training.train(2)
+    loader: Any = training.accelerator._dataloaders[0]
+    loader.position += training.accelerator.process_index
+    for name in ("one", "two"):
+        save_state(training.accelerator, folder / name)
+        wait(training.accelerator)
+        training.accelerator.wait_for_everyone()
+        loader.position = 0
+        load_state(training.accelerator, folder / name)
+        assert loader.position == 2
+    return fp.verify(folder / "one").ok and fp.verify(folder / "two").ok
+
+
+def test_processes_with_a_stateful_loader_save_together(tmp_path: Path) -> None:
+    variables = {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    assert run_ranks(2, lambda *_: save_with_a_stateful_loader(tmp_path), timeout_s=90, environment=variables) == [
+        True,
+        True,
+    ]
