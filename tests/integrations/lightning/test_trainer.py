@@ -376,6 +376,7 @@ def test_strategy_that_moves_parameters_has_all_copied(name: str, attributes: di
         strategy=strategy_of(name, **attributes),
         checkpoint_callbacks=[],
         callbacks=[],
+        world_size=1,
         lightning_module=SimpleNamespace(automatic_optimization=True),
         optimizers=[optimizer],
     )
