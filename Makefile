@@ -1,6 +1,10 @@
 # Everything a developer runs, on a machine with python3, a C++ compiler, make and nothing else. `make` lists it.
 # The first target that needs an environment makes it, once: .venv and its stamps say what is done already.
 
+# Bytecode is kept, whatever the environment wants (that of many containers does not): without it each process of the tests
+# compiles the package, and pytest each of their files, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV ?= .venv
 # The release we are tested with. It is installed only if PYTHON has no torch that is new enough; see TORCH_CHECK.
