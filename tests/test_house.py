@@ -11,6 +11,7 @@ import re
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -86,6 +87,9 @@ PYTHON_FILES = [
 ]
 NATIVE_FILES = files_below("csrc/**/*.cc", "csrc/**/*.h", "tests/csrc/*.cc", "tests/csrc/*.h")
 ABI_FILES = files_below("tests/abi/*.cc", "tests/abi/*.h")  # the only ones that include foreign headers
+
+
+parsed = cache(ast.parse)  # most rules look at the same files
 
 
 def room_of(path: Path) -> str:
@@ -287,7 +291,7 @@ def file_says_what_it_is_for(path: Path, text: str) -> list[str]:
         if path.suffix == ".cc" and (ROOT / path.with_suffix(".h")).is_file():
             return []  # its header says it
         return [] if text.startswith("//") else [f"{path}: does not open with a comment that states its job"]
-    return [] if ast.get_docstring(ast.parse(text)) else [f"{path}: has no docstring that states its job"]
+    return [] if ast.get_docstring(parsed(text)) else [f"{path}: has no docstring that states its job"]
 
 
 # --- rules on folders ---
@@ -408,7 +412,7 @@ def test_text_follows(rule: TextRule, paths: list[Path]) -> None:
 
 @pytest.mark.parametrize(("rule", "paths"), TREE_RULES, ids=[r.__name__ for r, _ in TREE_RULES])
 def test_code_follows(rule: TreeRule, paths: list[Path]) -> None:
-    expect_none(v for path in paths for v in rule(path, ast.parse((ROOT / path).read_text())))
+    expect_none(v for path in paths for v in rule(path, parsed((ROOT / path).read_text())))
 
 
 def test_folders_are_not_full() -> None:
@@ -420,7 +424,7 @@ def test_rooms_have_no_cycle() -> None:
     edges: dict[str, set[str]] = {}
     for path in PACKAGE_FILES:
         room = room_of(path)
-        imported = {other for other, _ in rooms_imported(path, ast.parse((ROOT / path).read_text()))}
+        imported = {other for other, _ in rooms_imported(path, parsed((ROOT / path).read_text()))}
         edges.setdefault(room, set()).update(imported - {room, "fastpersist"})
     expect_none(rooms_have_no_cycle(edges))
 
