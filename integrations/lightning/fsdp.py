@@ -41,6 +41,9 @@ _FILE_OF_CHECKPOINT = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|meta\.
 _SLURM_NAME = ".slurm.ckpt"
 """First name of a save for Slurm: Lightning counts all names like its own for Slurm, hidden ones too."""
 
+_BESIDE_FILE = ".directory"
+"""Ending of the first name of a save that replaces a file, which stays until the save is durable."""
+
 
 class Plugin(Protocol):
     """The part of the plugin that this module uses."""
@@ -139,7 +142,10 @@ class ShardedSaving:
             return
         key = key_of(path)
         is_for_slurm = os.path.basename(key).startswith(SLURM_PREFIX)
-        target = os.path.join(os.path.dirname(key), _SLURM_NAME) if is_for_slurm else key
+        replaces_file = self._strategy.broadcast(os.path.isfile(key) and not os.path.islink(key))
+        target = key + _BESIDE_FILE if replaces_file else key
+        if is_for_slurm:
+            target = os.path.join(os.path.dirname(key), _SLURM_NAME)
         gating: tuple[object, str] = (None, "optimizer")
         files: DirectorySave | PeerDirectorySave | None = None
         pending: PendingSave | None = None
@@ -151,8 +157,6 @@ class ShardedSaving:
                 gating = (None, "optimizer")
             if self._strategy.global_rank == 0:
                 self._plugin.order.make_room(key)
-                if os.path.isfile(key):  # a checkpoint of a strategy that saves single files
-                    os.remove(key)
                 if os.path.isdir(target):
                     require_replaceable(target, _FILE_OF_CHECKPOINT.fullmatch)
 
@@ -176,7 +180,7 @@ class ShardedSaving:
             if pending is not None:
                 pending.exception()  # count the error as delivered: it is raised here, not once more by the writer
             raise
-        if is_for_slurm:
+        if target != key:
             on_all_ranks(key, lambda: self._rename(pending, target, key))
         elif pending is not None:
             self._plugin.accept(key, pending)
@@ -216,6 +220,8 @@ class ShardedSaving:
         if pending is not None:
             pending.result()
         if self._strategy.global_rank == 0:
+            if os.path.isfile(key):  # a checkpoint of a strategy that saves single files
+                os.remove(key)
             os.rename(target, key)
             if self._plugin.durable:
                 sync_path(os.path.dirname(key))

@@ -337,6 +337,20 @@ def test_saves_outside_of_fit_are_durable_and_a_file_of_that_name_or_a_link_make
     assert hidden_names(tmp_path) == []
 
 
+def test_a_file_of_that_name_stays_until_the_directory_is_durable(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(b"of a strategy that saves files")
+
+    def work(_rank: int, _count: int) -> None:
+        trainer, _ = run(*KINDS["ModelParallel"], enable_checkpointing=False, default_root_dir=tmp_path)
+        with using(Full("a.ckpt")), pytest.raises(fp.FastPersistError, match="disk full"):
+            trainer.save_checkpoint(path)
+
+    run_ranks(2, work)
+    assert path.read_bytes() == b"of a strategy that saves files"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_checkpoint_for_slurm_is_whole_when_the_save_returns_and_nothing_else_looks_like_one(tmp_path: Path) -> None:
     def work(rank: int, _count: int) -> None:
         def save(trainer: Any) -> None:
