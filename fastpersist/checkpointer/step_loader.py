@@ -252,8 +252,7 @@ def load_newest(
         if missing_ok:
             return None
         raise CheckpointNotFoundError(f"there is no committed step in {root}")
-    unusable = "" if options.into is None else "; what was to be filled may be partly overwritten and is not usable"
-    raise FormatError(f"no step can be loaded{unusable}: " + "; ".join(failures.values()), path=root)
+    raise FormatError("no step can be loaded: " + "; ".join(failures.values()), path=root)
 
 
 def _cause(error: FastPersistError, read: object) -> BaseException | None:
