@@ -37,7 +37,7 @@ WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 HEADERS := $(sort $(wildcard csrc/*/*.h))
 SOURCES := $(sort $(wildcard csrc/*/*.cc))
 TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h tests/support/*.cc))
-WARNED := $(patsubst %.cc,build/check/%.warned,$(wildcard csrc/binding/*.cc))
+WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
 .PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz storm trainers io gpu emulated-gpu demo figures wheel warnings tidy
@@ -116,9 +116,7 @@ check: $(BUILT)
 	$(MAKE) --no-print-directory -j$(JOBS) warnings tidy
 	$(BIN)/pytest tests/test_house.py
 
-# All but the binding is compiled for the tests in C++ with the same warnings: once for both.
 warnings: $(WARNED)
-	@$(MAKE) --no-print-directory -f tests/csrc/Makefile VARIANT=plain library
 tidy: $(TIDIED)
 
 # What csrc needs beside itself; only the binding uses it. -isystem: their warnings are not ours.

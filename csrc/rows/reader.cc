@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <span>
 #include <utility>
 
 #include "core/alignment.h"
@@ -16,6 +17,12 @@ namespace {
 // do meanwhile.
 constexpr size_t kBatchShare = 8;
 constexpr size_t kBatchMax = 16;
+
+// Memory is pinned whole when it is registered. Reads of wide rows gain nothing by that, and their ring is large.
+constexpr size_t kRegisteredBytesMax = size_t{4} << 20;
+std::span<std::byte> Registered(std::span<std::byte> ring) {
+  return ring.size() <= kRegisteredBytesMax ? ring : std::span<std::byte>();
+}
 
 }  // namespace
 
@@ -48,7 +55,7 @@ Result<std::unique_ptr<RowReader>> RowReader::Open(const RowTable& table, const 
                                                                          .poll = {},
                                                                          .outlives_failures = true,
                                                                          .limits = options.limits,
-                                                                         .memory = {ring, ring_bytes}});
+                                                                         .memory = Registered({ring, ring_bytes})});
   if (!pump.ok()) {
     UnmapBuffers(ring, ring_bytes);
     return pump.status();

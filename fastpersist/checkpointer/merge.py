@@ -79,7 +79,7 @@ def merge(
 
     Raises:
         CheckpointNotFoundError: One of the directories holds no checkpoint.
-        ConfigError: The file exists already; or what shall be merged is a file, or does not belong together.
+        ConfigError: The file exists already, a name is that of a file, or the directories do not belong together.
         FormatError, ChecksumError: A part is missing or damaged; the message says which, and who wrote it.
         UnsupportedError: There is nothing to merge: the checkpoint is whole; or weights_only refuses an object in it.
         StorageError: An error of the disk.

@@ -242,6 +242,7 @@ class Attachment:
     def _train(self, resume_from_checkpoint: Any = None, *others: Any, **options: Any) -> Any:
         """Replace Trainer.train."""
         self.wait()
+        self._sigterm.begin()
         if resume_from_checkpoint is True:
             found = from_first_rank(lambda: last_checkpoint(self._trainer.args.output_dir))
             resume_from_checkpoint = found or True  # without a checkpoint, the Trainer raises its own error

@@ -2,8 +2,8 @@
 
 A signal reaches each rank at another moment, or only one of them. The Trainer then saves and stops each rank where that
 rank happens to be, but our save needs all ranks at once. So a rank that is to save tells the others at the end of its
-step, and the Trainer's own callback acts on all of them there. This takes one small collective a step, on the host:
-no step waits for a device.
+step, and the Trainer's own callback acts on all of them there. This takes one small collective a step, on the host if
+the process group has a backend for it; else each step waits for the device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ class AgreedSigterm:
     """
 
     def __init__(self, trainer: Any) -> None:
+        self._device: torch.device = trainer.args.device
         self._is_asked = False
-        self._group: dist.ProcessGroup | None = None
         managers = [getattr(one, "jit_manager", None) for one in trainer.callback_handler.callbacks]
         self.manager: Any = next((one for one in managers if hasattr(one, "_enable_checkpoint")), None)
+
+    def begin(self) -> None:
+        """Forget what was asked of a training that has ended."""
+        self._is_asked = False
 
     def ask(self) -> None:
         """Replace the function of the Trainer's timer, which lets the next callback save on this rank alone."""
@@ -42,9 +46,8 @@ class AgreedSigterm:
         """At the end of a step, let the Trainer save on all ranks if one has asked. Collective."""
         if self.manager is None or not are_several():
             return
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        asked = torch.tensor([int(self._is_asked)])
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
+        device = "cpu" if "cpu:" in dist.get_backend_config() else self._device
+        asked = torch.tensor([int(self._is_asked)], device=device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked.item():
             self.manager.is_checkpoint_requested = True

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -270,17 +270,17 @@ def _begin_on_all(key: str, begin: Callable[[], Begun]) -> list[Begun]:
 
 
 def _layout_of(checkpoint: object, optimizers: Iterable[Optimizer]) -> str:
-    """Return a digest of where in a checkpoint the large tensors of optimizers are."""
-    owned = {
-        tensor.untyped_storage().data_ptr()
-        for optimizer in optimizers
-        for _, tensor in _tensors_in([optimizer.param_groups, optimizer.state], "", set())
-    }
+    """Return a digest of where in a checkpoint which large tensors of optimizers are."""
+    numbers: dict[int, int] = {}  # by address
+    for optimizer in optimizers:
+        for _, tensor in _tensors_in([optimizer.param_groups, optimizer.state], "", set()):
+            numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers))
     digest = hashlib.sha256()
     for place, tensor in _tensors_in(checkpoint, "", set()):
         storage = tensor.untyped_storage()
-        if storage.nbytes() >= _WORTH_SHARING_BYTES and storage.data_ptr() in owned:
-            digest.update(f"{place} {storage.nbytes()} {tensor.dtype}\n".encode())
+        number = numbers.get(storage.data_ptr())
+        if storage.nbytes() >= _WORTH_SHARING_BYTES and number is not None:
+            digest.update(f"{place} {number} {storage.nbytes()} {tensor.dtype}\n".encode())
     return digest.hexdigest()
 
 
@@ -289,11 +289,12 @@ def _tensors_in(value: object, place: str, seen: set[int]) -> Iterator[tuple[str
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.layout is torch.strided:  # type: ignore[attr-defined]  # others have no one storage
             yield place, value  # type: ignore[misc]
-    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+    elif isinstance(value, dict | list | tuple) and id(value) not in seen:
         seen.add(id(value))
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            yield from _tensors_in(item, f"{place}/{key}" if isinstance(key, str | int) else place, seen)
+            if isinstance(item, (dict, list, tuple, torch.Tensor)):  # a list may have millions of numbers
+                yield from _tensors_in(item, f"{place}/{key}" if isinstance(key, str | int) else place, seen)
 
 
 def _described(error: BaseException) -> str:

@@ -42,7 +42,7 @@ _SLURM_NAME = ".slurm.ckpt"
 """First name of a save for Slurm: Lightning counts all names like its own for Slurm, hidden ones too."""
 
 _BESIDE_FILE = ".directory"
-"""Ending of the first name of a save that replaces a file, which stays until the save is durable."""
+"""In the first name of a save that replaces a file, which stays until the save is durable: a.directory.ckpt."""
 
 
 class Plugin(Protocol):
@@ -143,7 +143,7 @@ class ShardedSaving:
         key = key_of(path)
         is_for_slurm = os.path.basename(key).startswith(SLURM_PREFIX)
         replaces_file = self._strategy.broadcast(os.path.isfile(key) and not os.path.islink(key))
-        target = key + _BESIDE_FILE if replaces_file else key
+        target = _BESIDE_FILE.join(os.path.splitext(key)) if replaces_file else key
         if is_for_slurm:
             target = os.path.join(os.path.dirname(key), _SLURM_NAME)
         gating: tuple[object, str] = (None, "optimizer")

@@ -27,6 +27,7 @@ from support.lightning_runs import (
     weights_of,
 )
 from support.process_groups import rank_endings, run_ranks
+from support.ranks_in_threads import eventually
 from support.runs import hidden_names
 from support.sameness import portrait
 
@@ -300,7 +301,12 @@ def in_reverse(checkpoint: dict[str, Any]) -> None:
     }
 
 
-@pytest.mark.parametrize("change", [without_first_weight, without_optimizers, with_copies, in_reverse])
+def exchanged(checkpoint: dict[str, Any]) -> None:
+    states = checkpoint["optimizer_states"][0]["state"]
+    states[0] = {**states[0], "exp_avg": states[0]["exp_avg_sq"], "exp_avg_sq": states[0]["exp_avg"]}
+
+
+@pytest.mark.parametrize("change", [without_first_weight, without_optimizers, with_copies, in_reverse, exchanged])
 def test_what_a_hook_changes_on_the_first_rank_alone_is_what_is_saved(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -326,18 +332,27 @@ def test_what_a_hook_changes_on_the_first_rank_alone_is_what_is_saved(
     assert run_ranks(2, work) == [[[], []], []]
 
 
-class Slow(Filesystem):
-    """A disk that is slower than what a rank does that does not wait for it."""
+class SlowerThan(Filesystem):
+    """A disk that syncs nothing before the other rank has come to where it has to wait, and has left a file."""
+
+    def __init__(self, sign: Path) -> None:
+        self.sign = sign
 
     def sync(self, fd: int, path: str) -> None:
-        threading.Event().wait(1.0)
+        eventually(self.sign.exists)
         super().sync(fd, path)
 
 
 def test_fit_returns_on_each_rank_when_the_first_rank_has_saved(tmp_path: Path) -> None:
+    class Signing(ours.FastPersistCheckpointIO):
+        def teardown(self) -> None:
+            if torch.distributed.get_rank() == 1:
+                (tmp_path / "sign").touch()
+            super().teardown()
+
     def work(rank: int, _count: int) -> bool:
-        with using(Slow()):
-            run(ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}"), kind=Net)
+        with using(SlowerThan(tmp_path / "sign")):
+            run(ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}"), kind=Net, io=Signing())
             return (tmp_path / "step=2.ckpt").exists()
 
     assert run_ranks(2, work) == [True, True]
@@ -358,10 +373,12 @@ def test_ranks_load_in_fit_when_the_first_rank_has_saved(tmp_path: Path) -> None
     def work(rank: int, _count: int) -> int:
         def act(trainer: Any) -> None:
             trainer.save_checkpoint(tmp_path / "asked.ckpt")
+            if trainer.global_rank == 1:
+                (tmp_path / "sign").touch()
             found.append(trainer.strategy.load_checkpoint(tmp_path / "asked.ckpt")["global_step"])
 
         found: list[int] = []
-        with using(Slow()):
+        with using(SlowerThan(tmp_path / "sign")):
             trainer, _ = run(Asked(1, act), kind=Net, enable_checkpointing=False)
         assert "load_checkpoint" not in vars(trainer.strategy)
         return found[0]

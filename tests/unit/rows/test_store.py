@@ -469,3 +469,16 @@ def test_a_table_replaced_while_it_is_opened_is_refused(tmp_path: Path, monkeypa
         RowStore(path)
     monkeypatch.undo()
     assert RowStore(path).gather([1]).tolist() == [[4, 5, 6, 7]]
+
+
+def pinned_kibibytes() -> int:
+    return int(Path("/proc/self/status").read_text().partition("VmPin:")[2].split()[0])
+
+
+@pytest.mark.parametrize(("row_bytes", "limit_kibibytes"), [(512, 6 << 10), (2 << 20, 0)])
+def test_only_a_small_ring_is_pinned(tmp_path: Path, row_bytes: int, limit_kibibytes: int) -> None:
+    write_rows(tmp_path / "rows.npy", torch.arange(3 * row_bytes, dtype=torch.int64).to(torch.uint8).view(3, -1))
+    before = pinned_kibibytes()
+    with RowStore(tmp_path / "rows.npy", cache_bytes=0) as rows:
+        assert rows.gather(torch.tensor([2])).shape == (1, row_bytes)
+        assert pinned_kibibytes() - before <= limit_kibibytes
