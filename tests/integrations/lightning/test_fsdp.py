@@ -343,7 +343,7 @@ def test_a_file_of_that_name_stays_until_the_directory_is_durable(tmp_path: Path
 
     def work(_rank: int, _count: int) -> None:
         trainer, _ = run(*KINDS["ModelParallel"], enable_checkpointing=False, default_root_dir=tmp_path)
-        with using(Full("a.ckpt")), pytest.raises(fp.FastPersistError, match="disk full"):
+        with using(Full("a.directory")), pytest.raises(fp.FastPersistError, match="disk full"):
             trainer.save_checkpoint(path)
 
     run_ranks(2, work)

@@ -251,7 +251,7 @@ def test_trainer_that_ends_otherwise_is_a_failure(
 SHOWN = (
     "from fastpersist.cli.demo.live import showing; from fastpersist.cli.demo.run import Run\n"
     "run = Run(12)\n"
-    "with showing(Run(12, times_s={'nothing': [0.01]})) as show:\n"
+    "with showing(Run(12, times_s={'nothing': [0.01]}), plain=True) as show:\n"
     "    for step in range(1, 13):\n"
     "        run.note({'event': 'step', 'step': step, 'way': 'fastpersist', 'loss': '0x1.8p+1', 'step_s': 0.0125})\n"
     f"        run.saves = [{SAVE!r}]\n"
