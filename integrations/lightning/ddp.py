@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -65,6 +65,7 @@ _CHANGING_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging", "ModelPru
 
 _DDP_MODULES = ("lightning.pytorch.strategies.ddp", "pytorch_lightning.strategies.ddp")
 _WORTH_SHARING_BYTES = 1 << 20  # fastpersist splits no smaller tensor, so ranks agree only if there is a larger one
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 class Plugin(Protocol):
@@ -269,32 +270,38 @@ def _begin_on_all(key: str, begin: Callable[[], Begun]) -> list[Begun]:
     return begun
 
 
-def _layout_of(checkpoint: object, optimizers: Iterable[Optimizer]) -> str:
+def _layout_of(checkpoint: dict[str, Any], optimizers: Iterable[Optimizer]) -> str:
     """Return a digest of where in a checkpoint which large tensors of optimizers are."""
     numbers: dict[int, int] = {}  # by address
     for optimizer in optimizers:
-        for _, tensor in _tensors_in([optimizer.param_groups, optimizer.state], "", set()):
-            numbers.setdefault(tensor.untyped_storage().data_ptr(), len(numbers))
+        for _, storage in _large_storages([optimizer.param_groups, optimizer.state], "", set()):
+            numbers.setdefault(storage.data_ptr(), len(numbers))
     digest = hashlib.sha256()
-    for place, tensor in _tensors_in(checkpoint, "", set()):
-        storage = tensor.untyped_storage()
+    for place, storage in _large_storages(checkpoint, "", set()):
         number = numbers.get(storage.data_ptr())
-        if storage.nbytes() >= _WORTH_SHARING_BYTES and number is not None:
-            digest.update(f"{place} {number} {storage.nbytes()} {tensor.dtype}\n".encode())
+        if number is not None:
+            digest.update(f"{place} {number} {storage.nbytes()}\n".encode())
     return digest.hexdigest()
 
 
-def _tensors_in(value: object, place: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested collections, with their places, in the order of the collections."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        if value.layout is torch.strided:  # type: ignore[attr-defined]  # others have no one storage
-            yield place, value  # type: ignore[misc]
-    elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-        seen.add(id(value))
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            if isinstance(item, (dict, list, tuple, torch.Tensor)):  # a list may have millions of numbers
-                yield from _tensors_in(item, f"{place}/{key}" if isinstance(key, str | int) else place, seen)
+def _large_storages(
+    value: dict[Any, Any] | list[Any] | tuple[Any, ...], place: str, seen: set[int]
+) -> list[tuple[str, torch.UntypedStorage]]:
+    """Return the storages worth sharing of tensors in nested collections, with the tensors' places, in their order."""
+    found: list[tuple[str, torch.UntypedStorage]] = []
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        kind = type(item)
+        if kind in _PLAIN:  # first: a list may have millions of numbers
+            continue
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if item.layout is torch.strided:  # others have no one storage
+                storage = item.untyped_storage()
+                if storage.nbytes() >= _WORTH_SHARING_BYTES:
+                    found.append((f"{place}/{key}" if isinstance(key, str | int) else place, storage))
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            found += _large_storages(item, f"{place}/{key}" if isinstance(key, str | int) else place, seen)
+    return found
 
 
 def _described(error: BaseException) -> str:
