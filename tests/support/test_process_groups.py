@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,30 @@ def test_the_timeout_of_a_group_begins_when_its_ranks_have_met(monkeypatch: pyte
     assert second.error_type is None, second.trace
     assert "Timed out" in first.error_text
     assert 0.2 <= first.seconds < 60
+
+
+@pytest.mark.parametrize("failure_count", [1, 2])
+def test_ranks_that_could_not_connect_meet_once_more(
+    failure_count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    meet = dist.init_process_group
+
+    def fail_to_meet(*arguments: Any, rank: int, **options: Any) -> None:
+        tries = len(list(tmp_path.iterdir()))
+        if rank == 1 and tries < failure_count:
+            (tmp_path / str(tries)).touch()
+            raise RuntimeError("connectFullMesh failed")
+        meet(*arguments, rank=rank, **options)
+
+    def work(rank: int, count: int) -> int:
+        return rank
+
+    monkeypatch.setattr(dist, "init_process_group", fail_to_meet)
+    if failure_count == 1:
+        assert run_ranks(3, work) == [0, 1, 2]
+        return
+    with no_leaks(), pytest.raises(pytest.fail.Exception, match=r"(?s)rank 1: Traceback.*connectFullMesh failed"):
+        run_ranks(3, work)  # at once: the other ranks would wait 100 s
 
 
 def test_rank_that_hangs_is_killed_at_the_deadline() -> None:
