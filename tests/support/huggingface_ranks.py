@@ -58,7 +58,9 @@ def _train_on_this_rank(rank: int, _count: int, directory: Path, way: str, fault
         options: dict[str, Any] = {"per_device_train_batch_size": 4, "ddp_backend": "gloo", "callbacks": callbacks}
         if fault == "sigterm":
             options["enable_jit_checkpoint"] = True
-        trainer = trainer_for(eval_strategy="steps", eval_steps=4, save_total_limit=3, **options)
+        else:
+            options["save_total_limit"] = 3  # not with two trainings: it depends on time which of their checkpoints go
+        trainer = trainer_for(eval_strategy="steps", eval_steps=4, **options)
         if fault == "sigterm" and rank == 1:
             trainer.callback_handler.callbacks.insert(0, At("on_step_begin", signal_in_the_middle))
         if way == "ours":
