@@ -35,7 +35,7 @@ class FastPersistError(Exception):
 
 
 class ConfigError(FastPersistError, ValueError):
-    """An option or argument makes no sense. Raised before any I/O."""
+    """An option or argument makes no sense, or does not fit what is there. Nothing was published."""
 
 
 class RowIndexError(ConfigError, IndexError):

@@ -105,7 +105,8 @@ class Checkpointer(Uncopied):
             it leaves out the one that has not begun. "skip": it leaves out the new one, even if only one is unfinished.
         on_error: "raise": the next save(), wait() or close() raises the error of a failed save. "warn": the error is
             logged and warned of, and training goes on; the save's own result() still raises it.
-        paranoid: Read 64 samples again in each save, to find changes that torch does not count (through `.data`).
+        paranoid: Read 64 samples of tensors in host memory again in each save, to find changes that torch does not
+            count (through `.data`).
         engine: "auto", or an engine's name, which then never falls back.
         process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
             order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
