@@ -649,8 +649,8 @@ class Checkpointer(Uncopied):
                 whole tensors for entries without a target.
             keys: What to read beside `into`: keys of the state, "rank_state", or names of what is inside, as `inspect`
                 lists them, with `*`, `?` and `[…]` as in `fnmatch`: "ema", "optimizer.state.*.exp_avg". What they do
-                not choose is cut out of dicts; see `fastpersist.load`. Without `into`, only this is read. None: with
-                `into`, all entries whose tensors have less than 1 MiB together; without `into`, the whole state.
+                not choose is cut out of dicts; see `fastpersist.load`. Without `into`, only this is read, and with None
+                the whole state. With `into`, entries whose tensors have less than 1 MiB together come in any case.
             rename: New names for what was saved, as in `fastpersist.load`; `keys` choose by the old ones. The result
                 is then one flat dict, with the rank_state as ever. With `into`, targets are found by the new names,
                 what has the old name keeps its place, and there are no `keys`.
