@@ -516,7 +516,7 @@ class Checkpointer(Uncopied):
     # ----------------------------------------------------------------------------------------------- resuming
 
     def steps(self) -> list[int]:
-        """Return the committed steps, in ascending order. This reads manifests only.
+        """Return the committed steps, in ascending order. This reads manifests, and looks at the lengths of files.
 
         Raises:
             StorageError: The root cannot be listed.
