@@ -31,8 +31,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 # A checkout has the fault engine, which its tests need and a wheel does not have (setup.py).
 INSTALL_CHECKOUT := FASTPERSIST_FAULT_ENGINE=1 $(PIP_INSTALL) --quiet --no-build-isolation --editable
 JOBS := $(shell nproc)
-# One more than there are cores, since many tests wait for a disk or for a process; their memory ends that at 4.
-WORKERS := $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
+# Two more than there are cores, since most tests wait for a disk or for a process half of the time; memory ends that at 4.
+WORKERS := $(shell cores=$$(nproc); echo $$((cores < 2 ? cores + 2 : 4)))
 
 HEADERS := $(sort $(wildcard csrc/*/*.h))
 SOURCES := $(sort $(wildcard csrc/*/*.cc))

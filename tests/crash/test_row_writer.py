@@ -45,7 +45,7 @@ COUNT = 900  # 5.5 chunks
 PART = 50
 FINISHING = 1 << 40
 SIDECAR = "table.npy.rows.safetensors"
-FATES_MAX = 10
+FATES_MAX = 4
 
 
 @pytest.fixture(autouse=True)

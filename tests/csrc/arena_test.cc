@@ -48,7 +48,7 @@ class HeldPinning {
   int count() const { return count_; }
 
   void AwaitBegin() const {
-    while (count_ <= quick_count_) std::this_thread::yield();
+    while (count_ <= quick_count_) std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 
   void LetGo() {

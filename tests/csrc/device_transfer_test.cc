@@ -124,7 +124,7 @@ void EveryByteIsThatOfTheSaveWhoeverIsFirst() {
     EXPECT_OK(writer->Append(pieces));
     EXPECT_OK(writer->Finish());
     gate.join();
-    while (!Must(snapshot->AreCopiesComplete())) std::this_thread::yield();
+    while (!Must(snapshot->AreCopiesComplete())) std::this_thread::sleep_for(std::chrono::microseconds(20));
     const Bytes content = file.Content();
     EXPECT(content.size() >= expected.size() && std::equal(expected.begin(), expected.end(), content.begin()));
     const auto runs = writer->runs();
@@ -178,6 +178,7 @@ void AFailedCopyFailsTheWriterAlone() {
   const CudaDouble& cuda = CudaDouble::Get();
   Device& device = *Must(Device::Get(0));
   int failure_count = 0;
+  Grace::Set(std::chrono::milliseconds(20));  // of a device that is broken nobody hears that a copy has ended
   for (int nth = 1; nth < 200; ++nth) {
     const auto pool = Must(BufferPool::Create(4, kChunkBytes));
     const auto arena = std::make_shared<Arena>(size_t{64} << 20);
@@ -207,6 +208,7 @@ void AFailedCopyFailsTheWriterAlone() {
     const std::lock_guard lock(arena->mutex());
     EXPECT(arena->used_bytes() == 0);
   }
+  Grace::Set(Grace::kDefault);
   EXPECT_WITH(failure_count > 8 && failure_count < 199, std::to_string(failure_count));
 }
 

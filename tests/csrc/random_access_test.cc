@@ -458,7 +458,8 @@ void WhatADirectEngineLeavesOverIsWrittenAlone() {
     const Fault fault(Fault::Errno(EOPNOTSUPP, 2, kAll));
     std::byte* const page = reinterpret_cast<std::byte*>(AlignUp(reinterpret_cast<uintptr_t>(data.data()), 4096));
     const auto write = file.Submit(IoOp::kWrite, {{page + shift, kSize, 0}});
-    while (!others_direct_writes.SomebodyWaits() && !write->done()) std::this_thread::yield();
+    while (!others_direct_writes.SomebodyWaits() && !write->done())
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
     EXPECT(!write->done());
     const Bytes meanwhile = scratch.Content();
     for (size_t at = 16384; at < kSize; at += 16384) {  // the first piece was written directly

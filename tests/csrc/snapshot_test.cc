@@ -65,7 +65,7 @@ Bytes TakeSource(Snapshot& snapshot, uint32_t index, uint64_t size_bytes) {
 template <class Condition>
 void WaitUntil(Condition condition) {
   const auto start = Clock::now();
-  while (!condition() && SecondsSince(start) < 30) std::this_thread::yield();
+  while (!condition() && SecondsSince(start) < 30) std::this_thread::sleep_for(std::chrono::microseconds(20));
   EXPECT(condition());
 }
 
@@ -249,7 +249,7 @@ void WriterAndGateMeetAnywhere(uint64_t limit_bytes) {
       }
     };
     const uint64_t max_bytes = 1 + random() % (kBlock / 2);
-    const auto pause = random() % 3000;
+    const std::chrono::microseconds pause(random() % 1500);
     std::vector<Bytes> written(count);
     std::thread writer([&] {
       const auto narrow = [&](uint32_t i) { snapshot.Narrow(i, narrowed[i].first, narrowed[i].second); };
@@ -263,7 +263,7 @@ void WriterAndGateMeetAnywhere(uint64_t limit_bytes) {
     EXPECT_OK(snapshot.Capture(SourceKind::kVolatile, true, kNoPoll));
     EXPECT(Remaining(snapshot, SourceKind::kVolatile) == 0);
     scribble(SourceKind::kVolatile);
-    for (uint64_t i = 0; i < pause; ++i) std::this_thread::yield();
+    std::this_thread::sleep_for(pause);
     EXPECT_OK(snapshot.Capture(SourceKind::kStable, true, kNoPoll));
     EXPECT(Remaining(snapshot, SourceKind::kStable) == 0);
     scribble(SourceKind::kStable);

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp_dcp_reshard.py"
 PATIENCE_S = 120
-RANK_COUNTS = (4, 2, 1)
+RANK_COUNTS = (3, 1)
 
 
 def train(root: Path, rank_count: int) -> tuple[int, str]:
@@ -41,7 +41,7 @@ def load_by(reader: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Run the example with 4, 2 and 1 ranks in one directory."""
+    """Run the example with 3 ranks, then with 1, in one directory."""
     root = tmp_path_factory.mktemp("fsdp") / "runs"
     said = []
     for rank_count in RANK_COUNTS:
@@ -69,7 +69,7 @@ def test_each_number_of_ranks_goes_on_where_the_one_before_ended(trained: tuple[
 
 def test_each_checkpoint_is_whole_and_has_a_part_of_each_rank(trained: tuple[Path, list[str]]) -> None:
     root, _ = trained
-    assert sorted(path.name for path in root.iterdir()) == [f"step-{step:08d}" for step in range(1, 7)]
+    assert sorted(path.name for path in root.iterdir()) == [f"step-{step:08d}" for step in range(1, 5)]
     for number, rank_count in enumerate(RANK_COUNTS):
         path = root / f"step-{2 * number + 2:08d}"
         parts = sorted(part.name for part in path.glob("*.distcp"))
@@ -77,7 +77,7 @@ def test_each_checkpoint_is_whole_and_has_a_part_of_each_rank(trained: tuple[Pat
         assert fp.verify(path).ok
 
 
-@pytest.mark.parametrize("step", [2, 4, 6])
+@pytest.mark.parametrize("step", [2, 4])
 def test_the_stock_reader_reads_the_same_as_ours(trained: tuple[Path, list[str]], step: int) -> None:
     path = trained[0] / f"step-{step:08d}"
     stock, ours = load_by(FileSystemReader(path)), load_by(FastPersistReader(path))
@@ -94,7 +94,7 @@ def test_the_stock_reader_reads_the_same_as_ours(trained: tuple[Path, list[str]]
 
 
 def test_a_loss_that_is_not_the_saved_one_ends_the_run(trained: tuple[Path, list[str]], tmp_path: Path) -> None:
-    path = tmp_path / "step-00000006"
+    path = tmp_path / "step-00000004"
     state = load_by(FastPersistReader(trained[0] / path.name))
     state["loss"] += 0.01
     dcp.save(state, storage_writer=FastPersistWriter(path), no_dist=True)

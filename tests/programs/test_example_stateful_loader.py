@@ -15,7 +15,7 @@ import fastpersist as fp
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stateful_loader.py"
 PATIENCE_S = 120
-RANK_COUNTS = (4, 2, 2)
+RANK_COUNTS = (4, 2)
 STEPS = 3  # of each run
 SHARD_COUNT = 10
 

@@ -174,7 +174,6 @@ def run(code: str, *words: object) -> subprocess.CompletedProcess[str]:
     [
         ("import pytorch_lightning as pl", "", "pytorch_lightning"),
         ("import pytorch_lightning as pl; sys.modules['lightning'] = None", "", "pytorch_lightning"),
-        ("import lightning as pl", "", "lightning"),
     ],
 )
 def test_either_package_of_lightning_will_do(tmp_path: Path, first: str, second: str, base: str) -> None:

@@ -437,8 +437,8 @@ def test_it_runs_beside_the_main_thread_too(disk: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
-    ids=["ctrl-c", "term", "hangup", "kill"],
+    [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+    ids=["ctrl-c", "hangup", "kill"],
 )
 def test_nothing_is_left_when_it_is_stopped(number: signal.Signals, status: int, disk: Path) -> None:
     check_stopped([], [number], status, disk)
