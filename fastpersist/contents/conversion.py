@@ -114,7 +114,7 @@ def convert(
     """Write the tensors of a source to a new file, or to a directory of safetensors files; durable when this returns.
 
     Args:
-        contents: The source, open.
+        contents: The source, open; its files may be closed when this returns.
         path: The file or directory to make.
         wish: What is written how.
         engine: "auto", or an engine's name, which then never falls back.
@@ -138,7 +138,7 @@ def convert(
     if wish.shard_bytes is None:
         size_bytes, file_count = _convert_to_file(targets, out, wish, contents.metadata, stream), 1
     else:
-        size_bytes, file_count = _convert_to_shards(targets, out, wish, contents.metadata, stream)
+        size_bytes, file_count = _convert_to_shards(targets, out, wish, contents, stream)
     checked_count = sum(target.stored.crc32 is not None for target in targets)
     total_s = time.monotonic() - started_s
     dropped = list(contents.values)
@@ -204,7 +204,7 @@ def _convert_to_file(
 
 
 def _convert_to_shards(
-    targets: Sequence[_Target], out: str, wish: Wish, metadata: Mapping[str, str], stream: _Stream
+    targets: Sequence[_Target], out: str, wish: Wish, contents: Contents, stream: _Stream
 ) -> tuple[int, int]:
     groups = _groups(targets, wish.shard_bytes or 0)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
@@ -213,7 +213,7 @@ def _convert_to_shards(
     total_bytes = 0
     with DirectorySave(out, overwrite=wish.overwrite) as directory:
         for name, group in zip(names, groups, strict=True):
-            planned = _Planned(group, name, "safetensors", metadata)
+            planned = _Planned(group, name, "safetensors", contents.metadata)
             size_bytes = planned.container.size_bytes
             place = os.path.join(directory.path, name)
             fd = filesystem().create(place)
@@ -229,6 +229,7 @@ def _convert_to_shards(
             weight_map = {target.name: name for name, group in zip(names, groups, strict=True) for target in group}
             index = {"metadata": {"total_size": sum(target.size_bytes for target in targets)}, "weight_map": weight_map}
             directory.add_bytes(_INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+        contents.close()  # it may be the directory that is replaced, and one that is being read is not removed
         directory.publish().result()
     return total_bytes, len(names)
 

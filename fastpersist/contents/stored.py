@@ -117,6 +117,7 @@ class Contents:
         values: What is no tensor, and tensors without data, as text by name.
         metadata: Of the header of a safetensors file; empty for a directory of these.
         scanned: What was found in each pickle, by its bytes: tensors and values.
+        close: Closes its files before `open_contents` does.
     """
 
     path: str
@@ -125,6 +126,7 @@ class Contents:
     values: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     scanned: dict[bytes, _Scanned] = field(default_factory=dict, repr=False)
+    close: Callable[[], object] = field(default=lambda: None, repr=False)
 
     def _free(self, name: str) -> str:
         """Return a name that no other tensor has; `{"a.b": …, "a": {"b": …}}` has one name twice."""
@@ -156,6 +158,7 @@ def open_contents(path: str, *, engine: str = "auto", like: Contents | None = No
     """
     contents = Contents(path, scanned={} if like is None else like.scanned)
     with no_garbage_collection(), ExitStack() as stack:
+        contents.close = stack.close
         if not os.path.isdir(path):
             _add_file(contents, stack, CheckpointSource(path), "", engine)
         elif os.path.lexists(os.path.join(path, MANIFEST_NAME)):

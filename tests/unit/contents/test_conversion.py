@@ -179,6 +179,14 @@ def test_a_file_may_be_converted_onto_itself(tmp_path: Path) -> None:
     assert_same_values(load_file(path), {"w": torch.ones(3 << 20, dtype=torch.float16)})
 
 
+def test_a_directory_may_be_converted_onto_itself_and_the_old_one_goes(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(5), "b": torch.zeros(3)}, tmp_path / "a.pt")
+    converted(tmp_path / "a.pt", tmp_path / "hf", shard_bytes=0)
+    converted(tmp_path / "hf", tmp_path / "hf", shard_bytes=1 << 20, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "hf"]
+    assert_same_values(load_file(tmp_path / "hf" / "model.safetensors"), {"a": torch.ones(5), "b": torch.zeros(3)})
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_cannot_be_converted_is_named(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8)
