@@ -6,7 +6,16 @@ import argparse
 import math
 
 from fastpersist.cli.bench.row_store import command as bench_rows
-from fastpersist.cli.terminal import EXIT_DAMAGED, EXIT_GOOD, HelpFormatter, examples_text, printable, size_text
+from fastpersist.cli.terminal import (
+    EXIT_DAMAGED,
+    EXIT_GOOD,
+    EXIT_USAGE,
+    HelpFormatter,
+    examples_text,
+    print_error,
+    printable,
+    size_text,
+)
 from fastpersist.cli.verify import print_report
 
 __all__ = ["add_parser", "run_info", "run_pack", "run_verify"]
@@ -95,17 +104,19 @@ def run_info(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Check all tables, even after a damaged one.
-
-    Raises:
-        ConfigError, CheckpointNotFoundError, UnsupportedError, StorageError: As `verify_rows`.
-    """
-    from fastpersist import verify_rows
+    """Check all tables, even after one that is damaged or cannot be read."""
+    from fastpersist import FastPersistError, verify_rows
 
     code = EXIT_GOOD
     for path in arguments.tables:
-        report = verify_rows(path)
-        code = code if report.ok else EXIT_DAMAGED
+        try:
+            report = verify_rows(path)
+        except FastPersistError as error:
+            print_error(str(error))
+            code = EXIT_USAGE
+            continue
+        if not report.ok:
+            code = max(code, EXIT_DAMAGED)
         if not (arguments.quiet and report.ok):
             print_report(report, quiet=arguments.quiet)
     return code

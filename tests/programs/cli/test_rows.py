@@ -38,6 +38,19 @@ def test_damage_is_found(table: tuple[Path, torch.Tensor], capsys: pytest.Captur
     assert "DAMAGED" in capsys.readouterr().out
 
 
+def test_tables_behind_one_that_cannot_be_read_are_verified(
+    table: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing.npy"
+    assert main(["rows", "verify", str(missing), str(table[0])]) == 2
+    output = capsys.readouterr()
+    assert ": ok, " in output.out
+    assert str(missing) in output.err
+    flip_bit(table[0], 4096 + 160)
+    assert main(["rows", "verify", str(missing), str(table[0])]) == 2
+    assert "DAMAGED" in capsys.readouterr().out
+
+
 def test_packed_rows_keep_their_ids(
     table: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
