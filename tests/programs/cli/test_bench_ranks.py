@@ -240,6 +240,15 @@ def test_rank_that_dies_is_an_error_not_a_hang_and_no_more_is_asked(tmp_path: Pa
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
+def test_ranks_meet_in_any_directory_that_a_shell_can_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scratch = Path("of #1?")
+    scratch.mkdir()
+    with RankProcesses([1], str(scratch), 60) as ranks:
+        ranks.call(1, work.drop_state)
+        assert list(scratch.iterdir())
+
+
 def test_a_rank_that_fails_ends_the_call_and_says_why(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing" / "x.pt")
     with RankProcesses([2], str(tmp_path), 30) as ranks, pytest.raises(Failed, match="of 2 failed in save"):

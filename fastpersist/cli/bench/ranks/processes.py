@@ -162,13 +162,11 @@ def main(descriptor: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with connection_to_parent(descriptor) as connection:
         rank, counts, meeting_path, timeout_s = connection.recv()
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting_path}",
-            rank=rank,
-            world_size=max(counts),
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        timeout = datetime.timedelta(seconds=timeout_s)
+        # Not by a file: URL, whose path cannot be relative.
+        store = dist.FileStore(meeting_path, max(counts))  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=max(counts), timeout=timeout)
         here = Here(rank, counts)
         while True:
             function, arguments = connection.recv()
