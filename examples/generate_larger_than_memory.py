@@ -8,8 +8,8 @@ python examples/generate_larger_than_memory.py [DIR]
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -84,11 +84,14 @@ def show(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--generate"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", metavar="DIR", nargs="?", type=Path, default=Path(), help="on the disk to use")
+    parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.generate is not None:
         join_group()
-        generate(Path(sys.argv[2]))
+        generate(options.generate)
     else:
-        parent = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=parent) as scratch:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
             show(Path(scratch))

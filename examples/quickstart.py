@@ -5,7 +5,7 @@ python examples/quickstart.py [checkpoint.pt]
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -68,8 +68,11 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", metavar="checkpoint.pt", nargs="?", type=Path, help="default: a file that is removed")
+    path = parser.parse_args().path
+    if path is not None:
+        main(path)
     else:
         with tempfile.TemporaryDirectory(dir=".") as directory:
             main(Path(directory, "checkpoint.pt"))

@@ -7,6 +7,7 @@ fastpersist run examples/torch_save_unchanged.py DIR         train, with fastper
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import sysconfig
@@ -84,7 +85,10 @@ def run(command: list[str], kill_after: int = 0) -> list[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        train(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", metavar="DIR", nargs="?", type=Path)
+    directory = parser.parse_args().directory
+    if directory is not None:
+        train(directory)
     else:
         show()

@@ -176,3 +176,11 @@ def test_what_needs_torchrun_says_so_without_it(name: str, tmp_path: Path) -> No
     assert code == 2
     assert "which torchrun starts" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", ["generate_larger_than_memory.py", "quickstart.py", "torch_save_unchanged.py"])
+def test_help_is_no_name_of_a_directory(name: str, tmp_path: Path) -> None:
+    code, output, _ = run_file_in_fork(FOLDER / name, "--help", directory=tmp_path)
+    assert code == 0
+    assert output.startswith("usage: ")
+    assert not list(tmp_path.iterdir())
