@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import re
@@ -275,10 +276,11 @@ def is_root_on(root: str, device: int, former: int) -> bool:
 
 
 class _Owner(NamedTuple):
-    """Who holds the lock of a root, in words, and whether on another host, whose locks may outlive it for a while."""
+    """Who holds the lock of a root, in words; if on another host, the lock may outlive it for a while."""
 
     name: str
     is_elsewhere: bool
+    is_here: bool = False
 
 
 class RootLock:
@@ -320,7 +322,12 @@ class RootLock:
         root = os.path.realpath(root)
         deadline_s = time.monotonic() + timeout_s
         waited = ""
+        has_collected = False
         while not isinstance(found := cls._try(root), RootLock):
+            if found.is_here and not has_collected:
+                has_collected = True
+                gc.collect()  # a Checkpointer that nobody has any more keeps its lock until Python looks for cycles
+                continue
             if not found.is_elsewhere or time.monotonic() >= deadline_s:
                 raise ConfigError(
                     f"{root} is being saved to by {found.name}{waited}, and only one Checkpointer at a time may do "
@@ -348,7 +355,7 @@ class RootLock:
         for _ in range(_ATTEMPT_COUNT):
             with live_guard(), storage_errors("opening", path):
                 if _lock_file_is_live(path):
-                    return _Owner(f"this process ({os.getpid()})", is_elsewhere=False)
+                    return _Owner(f"this process ({os.getpid()})", is_elsewhere=False, is_here=True)
                 lock = cls(root, _open_lock_file(path))
                 kept = False
                 try:

@@ -19,6 +19,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.checkpointer.root import Root
 from fastpersist.errors import FastPersistError
+from fastpersist.transfer.garbage import no_garbage_collection
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
@@ -60,6 +61,17 @@ def test_second_checkpointer_of_one_process_is_refused_until_the_first_is_closed
     second.save(2, STATE)
     second.close()
     assert second.steps() == [1, 2]
+
+
+def test_a_checkpointer_that_nobody_has_any_more_leaves_its_root_to_the_next(tmp_path: Path) -> None:
+    with no_garbage_collection():  # as a cell of a notebook that is run again, before Python looks for cycles
+        checkpoints = fp.Checkpointer(tmp_path / "run")
+        checkpoints.save(1, {})
+        checkpoints.wait()
+        checkpoints = fp.Checkpointer(tmp_path / "run")
+        checkpoints.save(2, {})
+        checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
 
 
 def test_lock_that_this_process_has_lost_is_taken_again(tmp_path: Path) -> None:
