@@ -1,16 +1,19 @@
 """Fill a Module, or nested containers of tensors and Modules, in place: from a torch zip, or from safetensors files.
 
 Stock torch.load builds the file's object over storages on the meta device. So every name, shape, dtype and stride is
-known without a byte of data, and nothing changes before all is checked. `restore` fills targets with optimizers and
-other objects.
+known without a byte of data, and nothing changes before all is checked. When a Module's tensors are filled, they go
+through its load_state_dict: for hooks, for extra state, and where its state_dict is made of other tensors than its own.
+`restore` fills targets with optimizers and other objects.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -22,8 +25,10 @@ from fastpersist.loading.renaming import Rename, regrouped, renamed
 from fastpersist.loading.safetensors_directory import open_all
 from fastpersist.loading.selection import chosen_part
 from fastpersist.loading.targets import (
-    EXTRA_STATE_KEY,
+    MODULES,
     IncompatibleKeys,
+    Step,
+    TargetChange,
     is_extra_state,
     joined_name,
     refuse_misfit,
@@ -82,14 +87,13 @@ class Wanted:
 def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engine: str, read: Read) -> IncompatibleKeys:
     """Fill a Module, or nested containers of tensors and Modules, from a file; see `load_into`."""
     structure = _read_structure(source, wanted)
-    pairs, keys = _match(source.path, structure.stored, wanted, ties=source.kind == "safetensors")
+    pairs, modules, keys = _match(source.path, structure.stored, wanted, ties=source.kind == "safetensors")
     if verify:
         _verify_all(source, engine, read)
-    extra_states = _load_extra_states(source, structure, wanted, engine, read)
+    held = _with_extra_states(source, structure, wanted, engine, read)
     read(source.fd, source.path, Extents(), engine=engine)  # raises if another rank has failed so far
     _fill([(source, pairs)], engine, read)
-    for set_extra_state, state in extra_states:
-        set_extra_state(state)
+    _load_states(source.path, modules, held)
     return keys
 
 
@@ -105,7 +109,7 @@ def fill_from_directory(
         sources = open_all(path, stack)
         stored = [_stored_entries(source) for source in sources]
         every = {name: one for own in stored for name, one in own.items()}
-        pairs, keys = _match(path, wanted.arranged(path, every), wanted, ties=True)
+        pairs, modules, keys = _match(path, wanted.arranged(path, every), wanted, ties=True)
         size_bytes = sum(source.size_bytes for source in sources)
         stack.enter_context(showing_progress(path, size_bytes * (1 + verify), progress))
         if verify:
@@ -116,6 +120,7 @@ def fill_from_directory(
         for pair in pairs:
             parts[number_of[id(pair.stored)]][1].append(pair)
         _fill(parts, engine, read_extents)
+        _load_states(path, modules, {})
         return keys, size_bytes
 
 
@@ -167,7 +172,8 @@ class _Structure:
     """The object in a file, without its data.
 
     Attributes:
-        stored: The object with a StoredTensor for each tensor, a list for each tuple, and None for all other values.
+        stored: The object with a StoredTensor for each tensor, a list for each tuple, _EXTRA_STATE for each extra state
+            of a module, and None for all other values.
         skeleton: The object with tensors on the meta device; None for safetensors.
         storages: The storages of these tensors, by key.
     """
@@ -235,33 +241,69 @@ def meta_object(source: CheckpointSource, *, with_headers: bool) -> tuple[Any, d
         ) from error
 
 
+_EXTRA_STATE: Final = object()
+
+
 def _described(value: Any, describe: Callable[[torch.Tensor], StoredTensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return describe(value)
     if isinstance(value, Mapping):
-        return {key: _described(item, describe) for key, item in value.items() if not is_extra_state(key)}
+        return {key: _EXTRA_STATE if is_extra_state(key) else _described(one, describe) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_described(item, describe) for item in value]
     return None
 
 
-# --------------------------------------------------------------------------------------------- extra state
-
-_SetExtraState: TypeAlias = Callable[[Any], None]
+# --------------------------------------------------------------------------------------------- modules
 
 
-def _load_extra_states(
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module of the target, and those tensors of its state_dict, by name, that the file fills."""
+
+    name: str
+    module: torch.nn.Module
+    filled: dict[str, torch.Tensor]
+
+
+def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Let modules take their filled tensors, which are mostly their own, and extra state, as from any state_dict.
+
+    Args:
+        path: For messages.
+        modules: The modules.
+        held: What the file has for them, by name.
+
+    Raises:
+        ConfigError: A module has refused it; the message says what is partly overwritten.
+    """
+
+    def load(one: _Module, _: object) -> None:
+        in_file = held.get(one.name, {})
+        extra = {key: value for key, value in in_file.items() if is_extra_state(key)}
+        state: Any = OrderedDict({**one.filled, **extra})
+        if hasattr(in_file, "_metadata"):
+            state._metadata = in_file._metadata  # versions
+        one.module.load_state_dict(state, strict=False)
+
+    with TargetChange(path) as change:
+        steps = [Step(MODULES, (), one.name or "the module", partial(load, one)) for one in modules]
+        change.take(steps, lambda _: None)
+
+
+def _with_extra_states(
     source: CheckpointSource, structure: _Structure, wanted: Wanted, engine: str, read: Read
-) -> list[tuple[_SetExtraState, Any]]:
-    """Load the extra states that the file has for the target's modules, before the target changes.
+) -> dict[str, Mapping[Any, Any]]:
+    """Return what the file has for the modules of the target, with data in extra states only; nothing changes yet.
 
     An extra state may hold tensors. They have no place in the target, so they get storages of their own, and the object
     is built once more around these.
     """
-    found = list(_extra_states(structure.skeleton, wanted.target))
-    own = {tensor.untyped_storage()._cdata for _, state in found for tensor in tensors_in(state)}
+    held = dict(_held_for_modules("", structure.skeleton, wanted.target))
+    extra = [value for one in held.values() for key, value in one.items() if is_extra_state(key)]
+    own = {tensor.untyped_storage()._cdata for tensor in tensors_in(extra)}
     if not own:
-        return found
+        return held
     storages = dict(structure.storages)
     extents = Extents()
     for key, storage in structure.storages.items():
@@ -272,31 +314,31 @@ def _load_extra_states(
             )
     read(source.fd, source.path, extents, engine=engine)
     loaded = unpickle_with(source, storages, map_location=None, weights_only=True)
-    return list(_extra_states(wanted.arranged(source.path, loaded), wanted.target))
+    return dict(_held_for_modules("", wanted.arranged(source.path, loaded), wanted.target))
 
 
-def _extra_states(value: Any, target: object) -> Iterator[tuple[_SetExtraState, Any]]:
-    """Yield the extra states in a file's object for which the target has a module, each with that module's setter."""
-    if isinstance(target, torch.nn.Module) and isinstance(value, Mapping):
-        for prefix, module in target.named_modules():
-            name = f"{prefix}.{EXTRA_STATE_KEY}" if prefix else EXTRA_STATE_KEY
-            if name in value and type(module).set_extra_state is not torch.nn.Module.set_extra_state:
-                yield module.set_extra_state, value[name]
+def _held_for_modules(name: str, value: Any, target: object) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield the names of the modules in a target, as `_walk` has them, each with what the file's object has for it."""
+    if isinstance(target, torch.nn.Module):
+        if isinstance(value, Mapping):
+            yield name, value
     elif isinstance(target, Mapping) and isinstance(value, Mapping):
         for key, item in target.items():
             if key in value:
-                yield from _extra_states(value[key], item)
+                yield from _held_for_modules(joined_name(name, key), value[key], item)
     elif isinstance(target, (list, tuple)) and isinstance(value, (list, tuple)):
-        for item, stored in zip(target, value, strict=False):
-            yield from _extra_states(stored, item)
+        for index, (item, stored) in enumerate(zip(target, value, strict=False)):
+            yield from _held_for_modules(f"{name}[{index}]", stored, item)
 
 
 # --------------------------------------------------------------------------------------------- matching
 
 
 @no_garbage_collection()
-def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[Pair], IncompatibleKeys]:
-    """Pair the target's tensors with the file's, and return names that only one side has; this changes nothing.
+def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[Pair], list[_Module], IncompatibleKeys]:
+    """Pair the target's tensors with the file's; also return its modules, and names that only one side has.
+
+    This changes nothing.
 
     Args:
         path: Of the file, for messages.
@@ -311,7 +353,8 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
     pairs: list[Pair] = []
     problems: list[str] = []
     missing: list[tuple[str, torch.Tensor]] = []
-    for name, tensor, found in _walk("", wanted.target, stored):
+    modules: list[_Module] = []
+    for name, tensor, found in _walk("", wanted.target, stored, modules):
         if tensor is None:
             keys.unexpected_keys.append(name)
         elif found is None:
@@ -327,21 +370,32 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
     keys.missing_keys.extend(name for name, tensor in missing if id(tensor) not in known)
     refused = keys if wanted.keys is None else IncompatibleKeys([], keys.unexpected_keys)
     refuse_misfit(path, problems, refused, strict=wanted.strict)
-    return pairs, keys
+    return pairs, modules, keys
 
 
-def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.Tensor | None, Any]]:
-    """Yield (name, tensor of the target or None, what the file has under this name or None)."""
+def _walk(
+    name: str, target: object, stored: Any, modules: list[_Module]
+) -> Iterator[tuple[str, torch.Tensor | None, Any]]:
+    """Yield (name, tensor of the target or None, what the file has under this name or None).
+
+    Modules are added to `modules`.
+    """
     if isinstance(target, torch.nn.Module):
-        target = _module_tensors(target)
-        if isinstance(stored, dict):
-            stored = {key: item for key, item in stored.items() if item is not None}
+        module, state = target, target.state_dict(keep_vars=True)
+        in_file = stored if isinstance(stored, dict) else {}
+        target = {
+            key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)
+        }
+        stored = {key: item for key, item in in_file.items() if item is not None}
+        modules.append(_Module(name, module, {key: value for key, value in target.items() if key in stored}))
+    if isinstance(stored, dict):
+        stored = {key: item for key, item in stored.items() if item is not _EXTRA_STATE}
     if isinstance(target, torch.Tensor):
         yield name or "the tensor", target, stored
     elif isinstance(target, Mapping):
         found = stored if isinstance(stored, dict) else {}
         for key, item in target.items():
-            yield from _walk(joined_name(name, key), item, found.get(key))
+            yield from _walk(joined_name(name, key), item, found.get(key), modules)
         for key, item in found.items():
             if key not in target:
                 for inner, _ in _leaves(joined_name(name, key), item):
@@ -351,7 +405,8 @@ def _walk(name: str, target: object, stored: Any) -> Iterator[tuple[str, torch.T
         for index in range(max(len(target), len(items))):
             inner_name = f"{name}[{index}]"
             if index < len(target):
-                yield from _walk(inner_name, target[index], items[index] if index < len(items) else None)
+                item = items[index] if index < len(items) else None
+                yield from _walk(inner_name, target[index], item, modules)
             else:
                 for inner, _ in _leaves(inner_name, items[index]):
                     yield inner, None, items[index]
@@ -366,11 +421,3 @@ def _leaves(name: str, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
     elif isinstance(stored, list):
         for index, item in enumerate(stored):
             yield from _leaves(f"{name}[{index}]", item)
-
-
-def _module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by their names in its state_dict, without extra state."""
-    state = module.state_dict(keep_vars=True)
-    return {
-        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)
-    }

@@ -152,6 +152,54 @@ def test_extra_state_is_set_as_load_state_dict_sets_it(kind: str, tmp_path: Path
     assert_same(target.state_dict(), stock.state_dict())
 
 
+# --- hooks
+
+
+def double(_: Any, state: Any, prefix: str, __: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+
+
+class Halved(torch.nn.Module):
+    """A module whose load_state_dict does not take values as they are."""
+
+    def __init__(self, *, makes_tensors: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.versions: list[Any] = []
+        self.register_load_state_dict_pre_hook(self._halve)
+        if makes_tensors:
+            self.register_state_dict_post_hook(double)
+
+    def _halve(self, _: Any, state: Any, prefix: str, metadata: Any, *__: Any) -> None:
+        self.versions.append(metadata.get("version"))
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors", "directory"])
+@pytest.mark.parametrize("makes_tensors", [False, True])
+def test_hooks_of_a_module_run_as_in_load_state_dict(makes_tensors: bool, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / ("model.safetensors" if suffix == "directory" else f"model.{suffix}")
+    source = Halved(makes_tensors=makes_tensors)
+    source.weight.data += torch.tensor([2.0, 4.0, 6.0])
+    fp.save(source.state_dict(), path)
+    stock, target = (Halved(makes_tensors=makes_tensors) for _ in range(2))
+    stock.load_state_dict(fp.load(path))
+    fp.load_into(tmp_path if suffix == "directory" else path, target)
+    assert torch.equal(target.weight, stock.weight)
+    assert target.versions == stock.versions
+
+
+def test_error_of_a_hook_says_what_is_partly_overwritten(tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("not today")
+
+    fp.save({"inner": torch.nn.Linear(2, 2).state_dict()}, tmp_path / "model.pt")
+    target = torch.nn.Linear(2, 2)
+    target.register_load_state_dict_pre_hook(fail)
+    with pytest.raises(fp.ConfigError, match=r"inner refused what .* not today; partly overwritten"):
+        fp.load_into(tmp_path / "model.pt", {"inner": target})
+
+
 # --- refusals
 
 
