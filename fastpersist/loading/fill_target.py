@@ -354,7 +354,7 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
     problems: list[str] = []
     missing: list[tuple[str, torch.Tensor]] = []
     modules: list[_Module] = []
-    for name, tensor, found in _walk("", wanted.target, stored, modules):
+    for name, tensor, found in _walk("", wanted.target, stored, modules, keys):
         if tensor is None:
             keys.unexpected_keys.append(name)
         elif found is None:
@@ -374,15 +374,18 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
 
 
 def _walk(
-    name: str, target: object, stored: Any, modules: list[_Module]
+    name: str, target: object, stored: Any, modules: list[_Module], keys: IncompatibleKeys
 ) -> Iterator[tuple[str, torch.Tensor | None, Any]]:
     """Yield (name, tensor of the target or None, what the file has under this name or None).
 
-    Modules are added to `modules`.
+    Modules are added to `modules`, and extra states that only one side has to `keys`.
     """
     if isinstance(target, torch.nn.Module):
         module, state = target, target.state_dict(keep_vars=True)
         in_file = stored if isinstance(stored, dict) else {}
+        keys.missing_keys.extend(joined_name(name, key) for key in state if is_extra_state(key) and key not in in_file)
+        extra = [key for key, item in in_file.items() if item is _EXTRA_STATE]
+        keys.unexpected_keys.extend(joined_name(name, key) for key in extra if key not in state)
         target = {
             key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)
         }
@@ -395,7 +398,7 @@ def _walk(
     elif isinstance(target, Mapping):
         found = stored if isinstance(stored, dict) else {}
         for key, item in target.items():
-            yield from _walk(joined_name(name, key), item, found.get(key), modules)
+            yield from _walk(joined_name(name, key), item, found.get(key), modules, keys)
         for key, item in found.items():
             if key not in target:
                 for inner, _ in _leaves(joined_name(name, key), item):
@@ -406,7 +409,7 @@ def _walk(
             inner_name = f"{name}[{index}]"
             if index < len(target):
                 item = items[index] if index < len(items) else None
-                yield from _walk(inner_name, target[index], item, modules)
+                yield from _walk(inner_name, target[index], item, modules, keys)
             else:
                 for inner, _ in _leaves(inner_name, items[index]):
                     yield inner, None, items[index]

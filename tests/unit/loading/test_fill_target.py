@@ -152,6 +152,19 @@ def test_extra_state_is_set_as_load_state_dict_sets_it(kind: str, tmp_path: Path
     assert_same(target.state_dict(), stock.state_dict())
 
 
+def test_extra_state_that_only_one_side_has_is_refused_as_by_load_state_dict(tmp_path: Path) -> None:
+    fp.save({"weight": torch.ones(2)}, tmp_path / "without.pt")
+    assert "_extra_state is in the target, but not" in refused(
+        tmp_path / "without.pt", Extra(torch.ones(1)), "not changed"
+    )
+    fp.save(Extra({"amax": torch.ones(1)}).state_dict(), tmp_path / "with.pt")
+    target = torch.nn.Module()
+    target.register_buffer("weight", torch.zeros(2))
+    assert "_extra_state is in the file, but not" in refused(tmp_path / "with.pt", target, "not changed")
+    assert fp.load_into(tmp_path / "with.pt", target, strict=False) == ([], ["_extra_state"])
+    assert target.weight.tolist() == [1, 1]
+
+
 # --- hooks
 
 
