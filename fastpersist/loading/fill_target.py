@@ -2,7 +2,7 @@
 
 Stock torch.load builds the file's object over storages on the meta device. So every name, shape, dtype and stride is
 known without a byte of data, and nothing changes before all is checked. When a Module's tensors are filled, they go
-through its load_state_dict: for hooks, for extra state, and where its state_dict is made of other tensors than its own.
+through its load_state_dict, if it has hooks or extra state, or a state_dict of other tensors than its own.
 `restore` fills targets with optimizers and other objects.
 """
 
@@ -287,8 +287,29 @@ def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mappi
         one.module.load_state_dict(state, strict=False)
 
     with TargetChange(path) as change:
-        steps = [Step(MODULES, (), one.name or "the module", partial(load, one)) for one in modules]
+        steps = [
+            Step(MODULES, (), one.name or "the module", partial(load, one))
+            for one in modules
+            if not _is_full(one.module, one.filled)
+        ]
         change.take(steps, lambda _: None)
+
+
+def _is_full(module: torch.nn.Module, filled: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether load_state_dict would only copy filled tensors onto themselves, which it does slowly."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return all(id(tensor) in own for tensor in filled.values()) and all(map(_has_stock_load, module.modules()))
+
+
+def _has_stock_load(module: torch.nn.Module) -> bool:
+    stock, kind = torch.nn.Module, type(module)
+    return (
+        kind.load_state_dict is stock.load_state_dict
+        and kind._load_from_state_dict is stock._load_from_state_dict
+        and kind.set_extra_state is stock.set_extra_state
+        and not module._load_state_dict_pre_hooks
+        and not module._load_state_dict_post_hooks
+    )
 
 
 def _with_extra_states(
