@@ -226,7 +226,7 @@ def _deliver(told: _Told | threading.Event) -> None:
     for subscriber in _subscribers:
         try:
             subscriber.callback(told.event)
-        except Exception:  # noqa: BLE001 - of whatever kind: the saves are not to blame
+        except BaseException:  # noqa: BLE001 - of whatever kind, sys.exit() too: other callbacks and the logs go on
             if not subscriber.has_failed:
                 subscriber.has_failed = True
                 _log.exception("a callback of fastpersist.events failed; this is logged once for each callback")

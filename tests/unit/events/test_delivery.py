@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -55,9 +56,12 @@ def test_nothing_comes_after_the_end_of_a_subscription() -> None:
     assert not found
 
 
-def test_failing_callback_is_logged_once_and_others_hear(heard: list[Event], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])
+def test_failing_callback_is_logged_once_and_others_hear(
+    error: type[BaseException], heard: list[Event], caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(event: Event) -> None:
-        raise ValueError("no dashboard")
+        raise error("no dashboard")
 
     unsubscribe = subscribe(fail)
     emit_some(3)
