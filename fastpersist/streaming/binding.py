@@ -251,6 +251,11 @@ def _embedding(
 
 
 def _refuse(operation: str, weight: Weight) -> NoReturn:
+    if weight.owner.closed:
+        raise ConfigError(
+            f"{operation} needs a weight with values; {weight.name} has none, since its stream (fastpersist.stream) is "
+            "closed: load_state_dict(…, assign=True) puts others in its place"
+        )
     raise ConfigError(
         f"{operation} needs the values of {weight.name}, which stay on disk (fastpersist.stream), or would change "
         "them: close the stream and load the model instead, or take the weights from the source"

@@ -42,7 +42,7 @@ def put_guards(
                 if (id(each), local) in streamed and name in state:
                     raise ConfigError(
                         f"load_state_dict() would change {name}, whose values stay in {source_path} "
-                        "(fastpersist.stream): close the stream first, or leave it out"
+                        "(fastpersist.stream): close the stream first, and pass assign=True; or leave it out"
                     )
 
     def refuse_move(*arguments: object, **options: object) -> NoReturn:

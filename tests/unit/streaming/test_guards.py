@@ -87,3 +87,13 @@ def test_a_model_that_is_not_streamed_any_more_takes_other_values(path: Path, wh
     model.load_state_dict(load_file(path), assign=True)
     expect_same(model(torch.tensor([1])).detach(), whole(torch.tensor([1])).detach())
     copy.deepcopy(model).to(torch.float64)
+
+
+def test_without_assign_the_error_says_that_the_stream_is_closed_and_what_helps(path: Path) -> None:
+    model = on_meta(Blocks())
+    with fp.stream(model, path):
+        pass
+    with pytest.raises(RuntimeError, match=r"head\.weight has none, since its stream .* closed: .*assign=True"):
+        model.load_state_dict(load_file(path))
+    with pytest.raises(ConfigError, match="closed"):
+        model.head.weight.data = torch.zeros(100, 48)
