@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastpersist.errors import ConfigError
+from fastpersist.errors import ConfigError, InternalError
 from fastpersist.streaming.units import Weight
+from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = [
     "ResidentParameter",
@@ -57,10 +58,15 @@ def _changes(name: str) -> bool:
     return name in _CHANGING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
+def _refuse_dispatch(cls: type, *arguments: object) -> NoReturn:
+    raise InternalError(f"a {cls.__name__} was dispatched")
+
+
 class _Unbound:
     """What both classes do; the instance's `_weight` says which weight it is."""
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -100,6 +106,9 @@ class _Unbound:
             args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    # Never called. The compiler leaves what uses such a tensor to Python, since it cannot look into it.
+    __torch_dispatch__: Any = classmethod(_refuse_dispatch)
 
     _weight: Weight
 

@@ -174,6 +174,19 @@ def test_compiled_code_calls_units_and_may_be_interrupted(
             expect_same(run(x), whole.blocks[2](torch.tanh(whole.blocks[1](x))))
 
 
+def test_compiled_code_reads_rows_of_an_embedding_whose_weight_stays_on_disk(
+    path: Path, expected: torch.Tensor, budget: int
+) -> None:
+    model = on_meta(Blocks())
+    with torch.no_grad(), fp.stream(model, path, budget_bytes=budget) as stream:
+        run = torch.compile(lambda ids: model.embed(ids) + model.blocks[0][1].bias, backend="eager")
+        whole = loaded_whole(Blocks(), path)
+        for _ in range(2):
+            expect_same(run(IDS), whole.embed(IDS) + whole.blocks[0][1].bias)
+        assert stream.stats().on_demand_count  # the bias; of the embedding only rows were read
+        expect_same(model(IDS), expected)
+
+
 def test_an_exception_that_a_module_catches_takes_nothing_away_from_it(tmp_path: Path) -> None:
     class Falls(nn.Module):
         def __init__(self) -> None:
