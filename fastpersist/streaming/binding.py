@@ -191,22 +191,26 @@ def plainly() -> Iterator[None]:
 
 
 def bind(weight: Weight, values: torch.Tensor, *, stays: bool = False) -> None:
-    """Give a weight its values, which must stay where they are until it is unbound; `stays`: that may be never."""
-    weight.tensor.__class__ = weight.bound_class
-    with plainly():
-        weight.tensor.data = values
-    if stays and issubclass(weight.bound_class, torch.nn.Parameter):
-        weight.tensor.__class__ = ResidentParameter
+    """Give a weight its values, which must stay where they are until it is unbound; `stays`: that may be never.
+
+    It is bound when this is through, and not before: Ctrl-C may come anywhere.
+    """
+    _set_memory(weight, values)
+    is_resident = stays and issubclass(weight.bound_class, torch.nn.Parameter)
+    weight.tensor.__class__ = ResidentParameter if is_resident else weight.bound_class
 
 
 def unbind(weight: Weight) -> None:
-    """Take the values of a weight away."""
-    weight.tensor.__class__ = weight.bound_class
-    with plainly():
-        weight.tensor.data = weight.stand_in
+    """Take the values of a weight away; first of all it is unbound."""
     is_parameter = issubclass(weight.bound_class, torch.nn.Parameter)
-    weight.tensor.__class__ = UnboundParameter if is_parameter else UnboundBuffer
     weight.tensor._weight = weight  # type: ignore[attr-defined]
+    weight.tensor.__class__ = UnboundParameter if is_parameter else UnboundBuffer
+    _set_memory(weight, weight.stand_in)
+
+
+def _set_memory(weight: Weight, memory: torch.Tensor) -> None:
+    with plainly(), torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(weight.tensor, memory)  # type: ignore[attr-defined]
 
 
 class _NoReads:

@@ -143,10 +143,13 @@ class Prefetch:
 
     def give_back(self, unit: Unit) -> None:
         """Forget the bytes of a unit, when they have landed; their place is free."""
-        filling = self._fillings.pop(unit.number, None)
+        if unit in self._ahead:  # after an error in `use`; else it might be given back once more, while it is in use
+            self._ahead.remove(unit)
+        filling = self._fillings.get(unit.number)
         if filling is None:
             return
-        filling.land()
+        filling.land()  # Ctrl-C ends a wait, and its place must not get lost then
+        del self._fillings[unit.number]
         if filling.room is not None:
             self._memory.give_back(filling.room)
         elif self._is_sparse(filling):

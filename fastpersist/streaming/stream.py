@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -164,6 +164,13 @@ def stream(
     return made
 
 
+class _Entered(NamedTuple):
+    """A unit whose forward runs, and what autograd was told for that time."""
+
+    unit: Unit
+    saving: torch.autograd.graph.saved_tensors_hooks | None
+
+
 class WeightStream:
     """The weights of a model, on their way from the disk. `stream` makes it.
 
@@ -186,8 +193,7 @@ class WeightStream:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._model: torch.nn.Module | None = None
         self._bound: dict[int, list[Weight]] = {}  # by unit
-        self._stack: list[Unit] = []  # units whose forward runs, the innermost last
-        self._saving: list[torch.autograd.graph.saved_tensors_hooks | None] = []  # of the same units
+        self._stack: list[_Entered] = []  # units whose forward runs, the innermost last
         self._entered: set[int] = set()
         self._entered_since: set[int] = set()  # the last choice of residents
         self._on_demand: list[Weight] = []
@@ -262,7 +268,6 @@ class WeightStream:
                 unbind(weight)
         self._bound.clear()
         self._stack.clear()
-        self._saving.clear()
         self._on_demand.clear()
         self._source.close()
 
@@ -478,14 +483,13 @@ class WeightStream:
                 saving = self._backward.saving(self._streamed_and_bound)
                 saving.__enter__()
         except BaseException as error:
-            if unit not in self._stack:
+            if not self._is_entered(unit):
                 self._take_away(unit)
             if isinstance(error, StorageError):
                 self._prefetch.forget(self._bound)
             self._end_turn()
             raise
-        self._stack.append(unit)
-        self._saving.append(saving)
+        self._stack.append(_Entered(unit, saving))
 
     def _leave(self, unit: Unit, output: Any) -> Any:
         """Unbind what is not to stay, and have its place filled. Returns the output, without views of the ring."""
@@ -518,22 +522,25 @@ class WeightStream:
 
     def _finish_last(self) -> None:
         """Take the last unit from the stack, and its weights away, unless they stay."""
-        unit = self._stack.pop()
-        saving = self._saving.pop()
+        unit, saving = self._stack.pop()
         if saving is not None and self._holder == threading.get_ident():  # it is that thread's alone
             saving.__exit__(None, None, None)
-        if unit.number not in self._prefetch.residents and unit not in self._stack:  # it may call itself
+        if unit.number not in self._prefetch.residents and not self._is_entered(unit):  # it may call itself
             self._take_away(unit)
 
+    def _is_entered(self, unit: Unit) -> bool:
+        return any(entered.unit is unit for entered in self._stack)
+
     def _streamed_and_bound(self) -> Iterator[tuple[Unit, Weight]]:
-        for unit in self._stack:
+        for unit, _ in self._stack:
             if unit.number not in self._prefetch.residents:
                 for weight in self._bound.get(unit.number, ()):
                     yield unit, weight
 
     def _take_away(self, unit: Unit) -> None:
-        for weight in self._bound.pop(unit.number, ()):
+        for weight in self._bound.get(unit.number, ()):
             unbind(weight)
+        self._bound.pop(unit.number, None)  # now: whatever interrupts this, no bound weight is forgotten
         self._prefetch.give_back(unit)
 
     def _wait(self, filling: Filling) -> None:
@@ -549,8 +556,8 @@ class WeightStream:
             for weight, at_bytes in block.weights:
                 self._check(weight, memory, at_bytes)
                 if not is_bound(weight):
+                    bound.append(weight)  # first: Ctrl-C may come in between
                     bind(weight, values_in(memory, weight, at_bytes), stays=unit.number in self._prefetch.residents)
-                    bound.append(weight)
         if unit.number in self._prefetch.residents and all(weight.converted_bytes for weight in unit.weights):
             filling.memory = ()  # the bytes of the file are not needed beside the converted ones
 
@@ -585,9 +592,9 @@ class WeightStream:
         self._on_demand_bytes += weight.file_bytes
         if not is_inside:  # other threads may run forwards meanwhile, which bind and unbind
             return values
-        bind(weight, values)
         self._on_demand.append(weight)
-        self._joining.setdefault((weight, self._stack[-1]), True)
+        bind(weight, values)
+        self._joining.setdefault((weight, self._stack[-1].unit), True)
         return weight.tensor
 
     def is_inside(self) -> bool:
@@ -606,9 +613,9 @@ class WeightStream:
         return rows
 
     def _drop_on_demand(self) -> None:
-        weights, self._on_demand = self._on_demand, []
-        for weight in weights:
+        for weight in self._on_demand:
             unbind(weight)
+        self._on_demand.clear()
 
     def _refuse_use(self, weight: Weight) -> None:
         if self._closed:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -108,6 +111,45 @@ def test_after_ctrl_c_another_thread_works_too(name: str, path: Path, expected: 
             run_once(model)
         expect_same(pool.submit(run_once, model).result(60), expected)
         expect_same(run_once(model), expected)
+
+
+def interrupt(model: nn.Module, moment: int) -> int:
+    """Run a model, with Ctrl-C at one of the moments at which Python looks for signals in the stream's own code.
+
+    Returns:
+        How many such moments there were.
+    """
+    count = 0
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        if event in ("call", "c_return") and "/fastpersist/streaming/" in frame.f_code.co_filename:
+            count += 1
+            if count == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        sys.setprofile(look)
+        try:
+            run_once(model)
+        finally:
+            sys.setprofile(None)
+    return count
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C where a generator is closed
+def test_wherever_ctrl_c_comes_the_next_call_works(tmp_path: Path) -> None:
+    path = save_weights(Blocks(4), tmp_path / "model.safetensors")
+    model = on_meta(Blocks(4))
+    with fp.stream(model, path, budget_bytes=least_budget(lambda: on_meta(Blocks(4)), path)) as stream:
+        assert stream.stats().streamed_bytes
+        expected = run_once(model)
+        count = interrupt(model, 0)
+        assert count > 100
+        for moment in range(1, count + 1, 29):
+            interrupt(model, moment)
+            expect_same(run_once(model), expected)
 
 
 def test_after_ctrl_c_a_part_of_the_unit_computes_with_its_own_weights(tmp_path: Path) -> None:
