@@ -410,6 +410,9 @@ def _walk(
         target = {
             key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)
         }
+        for key in filter(is_extra_state, state):
+            if isinstance(found := in_file.get(key), StoredTensor):  # in safetensors it is a tensor like any other
+                target[key] = torch.empty(found.shape, dtype=found.dtype, device="cpu")
         stored = {key: item for key, item in in_file.items() if item is not None}
         modules.append(_Module(name, module, {key: value for key, value in target.items() if key in stored}))
     if isinstance(stored, dict):

@@ -152,6 +152,14 @@ def test_extra_state_is_set_as_load_state_dict_sets_it(kind: str, tmp_path: Path
     assert_same(target.state_dict(), stock.state_dict())
 
 
+def test_extra_state_that_is_a_tensor_comes_from_safetensors_too(tmp_path: Path) -> None:
+    source = torch.nn.Sequential(Extra(torch.arange(4.0)), torch.nn.Linear(2, 2))
+    fp.save(source.state_dict(), tmp_path / "model.safetensors")
+    target = torch.nn.Sequential(Extra("old"), torch.nn.Linear(2, 2))
+    assert fp.load_into(tmp_path / "model.safetensors", target) == ([], [])
+    assert_same(target.state_dict(), source.state_dict())
+
+
 def test_extra_state_that_only_one_side_has_is_refused_as_by_load_state_dict(tmp_path: Path) -> None:
     fp.save({"weight": torch.ones(2)}, tmp_path / "without.pt")
     assert "_extra_state is in the target, but not" in refused(
