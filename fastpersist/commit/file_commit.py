@@ -39,7 +39,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +66,7 @@ __all__ = [
     "live_guard",
     "lock_record",
     "mark_live",
+    "replace_small_file",
     "resolve_target",
     "saving",
     "sweep",
@@ -376,6 +377,29 @@ class PendingFile:
     def _close(self) -> None:
         fd, self.fd = self.fd, -1
         close_live(fd, self._identity, self.path)
+
+
+def replace_small_file(path: str, data: bytes) -> None:
+    """Write a durable file of a few bytes, all of it or none; in place where it cannot be replaced, as /dev/stdout.
+
+    Raises:
+        StorageError: It cannot be written. An older file is there as before, unless it was to be written in place.
+    """
+    target = resolve_target(path)
+    pending = None
+    if target.why_not_replaceable is None:
+        with suppress(ClosedDirectoryError):
+            pending = PendingFile.create(target)
+    if pending is None:
+        with storage_errors("writing", path), open(path, "wb") as file:
+            file.write(data)
+        return
+    try:
+        with saving(path):
+            filesystem().write(pending.fd, data, pending.path)
+        pending.publish(len(data), durable=True)
+    finally:
+        pending.abort()  # which does nothing when it is published
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

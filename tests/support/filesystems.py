@@ -53,6 +53,15 @@ class FullFor(Filesystem):
         super().allocate(fd, size_bytes, path)
 
 
+class FullForWrites(Filesystem):
+    """A disk on which a file that the commit protocol writes itself ends half-way."""
+
+    def write(self, fd: int, data: bytes | memoryview, path: str) -> None:
+        """Write half of it."""
+        super().write(fd, data[: len(data) // 2], path)
+        raise NoSpaceError(errno.ENOSPC, f"writing {path}: disk full", path)
+
+
 class FullForNames(Filesystem):
     """A disk without room for directories with this in their paths: for any, unless it is told which."""
 

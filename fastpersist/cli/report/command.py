@@ -7,6 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from fastpersist.cli.bench.places import check_places
 from fastpersist.cli.report import disk_rate
 from fastpersist.cli.report.charts import charts_of
 from fastpersist.cli.report.contents import content_of
@@ -15,7 +16,7 @@ from fastpersist.cli.report.png import draw_charts, require_matplotlib
 from fastpersist.cli.report.records import Run, read_run, steps_there
 from fastpersist.cli.report.table import as_json, print_costs
 from fastpersist.cli.terminal import EXIT_GOOD
-from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.file_commit import replace_small_file
 from fastpersist.display import printable
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.events.log import read_events
@@ -93,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         require_matplotlib()
     if draws:
         found = _read(arguments.root)
+        if arguments.probe:
+            check_places(arguments.root, [arguments.html])
         _add_disk_rate(found, arguments.root, probe=arguments.probe)
         _draw(found, arguments.html, arguments.png)
     elif arguments.json:
@@ -133,8 +136,7 @@ def _add_disk_rate(found: Run, root: str, *, probe: bool) -> None:
 def _draw(found: Run, html: str | None, png: str | None) -> None:
     if html is not None:
         page = html_page(found)
-        with storage_errors("writing", html), open(html, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(page)
+        replace_small_file(html, page.encode("utf-8", "backslashreplace"))
         print(f"{printable(html)}: {len(found.saves)} saves, {len(found.steps_there)} steps that are there")
     if png is not None:
         for path in draw_charts(charts_of(found), png):

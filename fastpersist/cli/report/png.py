@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import time
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from typing import Any
 
 from fastpersist.cli.report.charts import Chart, Unit
 from fastpersist.cli.report.svg import tick_text
-from fastpersist.commit.filesystem import make_directories, storage_errors
+from fastpersist.commit.file_commit import replace_small_file
+from fastpersist.commit.filesystem import make_directories
 from fastpersist.display import printable
 from fastpersist.errors import ConfigError
 
@@ -47,8 +49,9 @@ def draw_charts(charts: Sequence[Chart], directory: str) -> list[str]:
         axes.set_title(chart.title)
         _draw_bars(axes, chart) if chart.bars else _draw_lines(axes, chart)
         path = os.path.join(directory, f"{chart.name}.png")
-        with storage_errors("writing", path), open(path, "wb") as file:
-            figure.savefig(file, format="png", dpi=150)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=150)
+        replace_small_file(path, picture.getvalue())
         paths.append(path)
     return paths
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.filesystems import FullForWrites
 from support.run_logs import EPOCH_S, SIZE_BYTES, write_run
 
 import fastpersist as fp
@@ -17,6 +18,7 @@ from fastpersist.cli.report.charts import BINS_MAX, Bars, charts_of
 from fastpersist.cli.report.disk_rate import probed_rate, rate_line, tuned_rate
 from fastpersist.cli.report.records import Run, read_run, steps_there
 from fastpersist.cli.report.svg import nice_step, tick_text
+from fastpersist.commit.filesystem import using
 from fastpersist.errors import FastPersistError
 from fastpersist.events.delivery import flush
 from fastpersist.events.log import read_events
@@ -387,4 +389,26 @@ def test_options_that_do_not_fit_together_are_refused(
 
 def test_page_that_cannot_be_written_ends_with_2(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trained), "--html", str(trained / "missing" / "x.html")]) == 2
+    assert "missing/x.html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--png"])
+def test_report_that_cannot_be_written_leaves_the_older_one(option: str, trained: Path) -> None:
+    if option == "--png":
+        pytest.importorskip("matplotlib")
+    out = trained.parent / "out"
+    words = ["report", str(trained), option, str(out)]
+    assert main(words) == 0
+    before = {path: path.read_bytes() for path in (out.iterdir() if option == "--png" else [out])}
+    with using(FullForWrites()):
+        assert main(words) == 2
+    assert {path: path.read_bytes() for path in before} == before
+    assert list(out.parent.rglob("*.pending-*")) == []
+
+
+def test_probe_waits_for_a_page_that_can_be_written(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fastpersist.cli.report.disk_rate.probed_rate", lambda root: pytest.fail("it has measured"))
+    assert main(["report", str(trained), "--probe", "--html", str(trained / "missing" / "x.html")]) == 2
     assert "missing/x.html" in capsys.readouterr().err

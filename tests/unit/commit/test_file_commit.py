@@ -26,7 +26,14 @@ from support.states import load_step, make_state, pending_files
 
 import fastpersist as fp
 from fastpersist.commit import file_commit
-from fastpersist.commit.file_commit import PendingFile, Target, find_leftovers, resolve_target, sweep
+from fastpersist.commit.file_commit import (
+    PendingFile,
+    Target,
+    find_leftovers,
+    replace_small_file,
+    resolve_target,
+    sweep,
+)
 from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.errors import InternalError, StorageError
 
@@ -215,6 +222,17 @@ def test_pending_file_that_is_swept_every_time_is_given_up(tmp_path: Path, leak_
 
     with using(Swept()), pytest.raises(InternalError, match="100 attempts"):
         fp.save(make_state(1), tmp_path / "model.pt")
+
+
+def test_small_file_is_replaced_through_a_link_and_else_written_in_place(tmp_path: Path, leak_check: None) -> None:
+    (tmp_path / "file").write_bytes(b"older and longer")
+    (tmp_path / "link").symlink_to("file")
+    replace_small_file(str(tmp_path / "link"), b"new")
+    assert (tmp_path / "link").is_symlink()
+    os.link(tmp_path / "file", tmp_path / "other")
+    replace_small_file(str(tmp_path / "other"), b"newer")
+    assert (tmp_path / "file").read_bytes() == b"newer"
+    replace_small_file(os.devnull, b"nothing")
 
 
 def test_save_and_its_report_name_the_path_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
