@@ -31,7 +31,10 @@ TORCH_NUMBER = 0x1950A86A20F9469CFC6C
         ),
         (b"GGUF\3\0\0\0", "a GGUF file of llama.cpp"),
         (b"\x89HDF\r\n\x1a\n", "an HDF5 file"),
-        (b"\x93NUMPY\1\0", "an array of NumPy (.npy)"),
+        (
+            b"\x93NUMPY\1\0",
+            "an array of NumPy (.npy), for `fastpersist rows info` and `rows verify`",
+        ),
         (b"7z\xbc\xaf\x27\x1c", "a 7z archive; unpack it first"),
         (b"\x1f\x8b\x08", "a gzip file; unpack it first"),
         (b"\xfd7zXZ\x00", "an xz file; unpack it first"),
