@@ -142,7 +142,10 @@ def _found_parts(directories: Sequence[str]) -> tuple[SplitFile, list[FoundPart]
         record = read_record(directory, manifest)
         if record is None:
             listed = ", ".join(entry.name for entry in manifest.files[:5])
-            raise UnsupportedError(f"{directory} is no part of a checkpoint, it is whole: use its files ({listed})")
+            raise UnsupportedError(
+                f"{directory} is no part of a checkpoint, it is whole: use its files ({listed}), or make one with "
+                "`fastpersist convert`"
+            )
         check_files(directory, manifest)
         records.append((directory, record))
         for file in record.files:

@@ -12,7 +12,7 @@ __all__ = ["add_parser", "run"]
 _EPILOG = """\
 examples:
   fastpersist merge node-a/step-00000100 node-b/step-00000100 state.pt
-  fastpersist merge runs/a/step-00000100 model.safetensors
+  fastpersist merge runs/fsdp/step-00000100 model.safetensors
 
 Ranks that share no file system save each step into several directories, one in each
 file system. Copy or mount those of one step on one machine (rsync, scp), and name all

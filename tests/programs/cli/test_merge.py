@@ -79,7 +79,7 @@ def test_file_that_is_there_is_replaced_only_if_that_is_said(
         ("a root", 2, ["holds steps", "such as step-00000002"]),
         ("no directory", 2, ["there is no directory"]),
         ("a file", 2, ["state.pt.part-00001 is no directory"]),
-        ("whole already", 2, ["it is whole: use its files (state.pt)"]),
+        ("whole already", 2, ["it is whole: use its files (state.pt), or make one with `fastpersist convert`"]),
     ],
 )
 def test_what_cannot_be_merged_is_said_and_nothing_is_left(
