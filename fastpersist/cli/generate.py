@@ -130,6 +130,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{arguments.directory} is no directory; name one that save_pretrained has written")
     if importlib.util.find_spec("transformers") is None:
         raise UnsupportedError('this command needs transformers: pip install "fastpersist[huggingface]"')
+    # Else the tokenizer would be missed first. Of an adapter the library says what to do.
+    if not any(os.path.exists(os.path.join(arguments.directory, f"{kind}config.json")) for kind in ("", "adapter_")):
+        raise ConfigError(f"{arguments.directory} has no config.json: it is no model of transformers")
 
 
 def _tokenizer(transformers: Any, directory: str) -> Any:

@@ -69,6 +69,14 @@ def test_missing_transformers_is_said(
     assert 'pip install "fastpersist[huggingface]"' in capsys.readouterr().err
 
 
+def test_directory_without_a_model_is_said_before_its_tokenizer_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # transformers is there, and not imported
+    assert main(["generate", str(tmp_path), "hello"]) == 2
+    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("content", "said"), [("\n \n", "no line with a prompt"), (None, "cannot be read")])
 def test_prompt_file_must_have_prompts(content: str | None, said: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts"
