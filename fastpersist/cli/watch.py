@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from fastpersist.cli.argument_types import positive_number
 from fastpersist.cli.terminal import EXIT_GOOD, has_rich, printable, size_text
+from fastpersist.errors import UnsupportedError
 from fastpersist.events.event import ENDS, Event
 from fastpersist.events.log import LogFollower
 
@@ -100,8 +101,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print readings until the user ends it."""
-    readings = _readings(os.path.abspath(arguments.root), max(0.05, arguments.every))
+    """Print readings until the user ends it.
+
+    Raises:
+        UnsupportedError: ROOT is one checkpoint.
+    """
+    from fastpersist.formats.manifest import MANIFEST_NAME
+
+    root = os.path.abspath(arguments.root)
+    if os.path.lexists(os.path.join(root, MANIFEST_NAME)):
+        raise UnsupportedError(f"{root} is one checkpoint: name the directory that holds it, {os.path.dirname(root)}")
+    readings = _readings(root, max(0.05, arguments.every))
     if arguments.once or arguments.json or not (sys.stdout.isatty() and has_rich()):
         for reading in readings:
             print(_as_json(reading) if arguments.json else "\n".join(_lines(reading)), flush=True)

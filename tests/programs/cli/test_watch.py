@@ -120,6 +120,11 @@ def test_missing_root_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "listing" in capsys.readouterr().err
 
 
+def test_step_is_no_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(root / "step-00000010"), "--once"]) == 2
+    assert f"step-00000010 is one checkpoint: name the directory that holds it, {root}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "x"])
 def test_readings_are_some_seconds_apart(seconds: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
