@@ -107,3 +107,14 @@ def test_bench_refuses_rows_that_fio_cannot_read(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         main(["rows", "bench", str(tmp_path), "--row-bytes", "100"])
     assert "multiple of 512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "row_bytes", "least"), [("2KiB", "512", "8KiB"), ("16KiB", "32768", "32KiB")], ids=["blocks", "rows"]
+)
+def test_bench_refuses_a_table_without_a_block_or_a_row(
+    size: str, row_bytes: str, least: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--size", size, "--row-bytes", "512", row_bytes, "--count", "10", "--repeat", "1"]
+    assert main(["rows", "bench", str(tmp_path), *options]) == 2
+    assert f"--size {size} is too small: a table needs at least {least}" in capsys.readouterr().err

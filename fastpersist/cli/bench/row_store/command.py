@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastpersist.cli.argument_types import positive, size
+from fastpersist.cli.argument_types import positive, size, size_name
 from fastpersist.cli.bench.io.report import cpu_us_per_io, io_per_s, io_samples
 from fastpersist.cli.bench.load_rows import PageCache
 from fastpersist.cli.bench.places import (
@@ -45,10 +45,12 @@ from fastpersist.cli.bench.row_store.ways import (
 )
 from fastpersist.cli.bench.rows import Measured, Row, exit_code, measure
 from fastpersist.cli.terminal import HelpFormatter, examples_text
+from fastpersist.errors import ConfigError
 from fastpersist.transfer.arena import available_host_bytes
 
 __all__ = ["add_parser", "run"]
 
+_SIZE_MIN_BYTES = 8192  # else whole rows of 264 bytes do not fill a block of 4096, which fio reads
 _FEW_ROW_BYTES = 264
 _FEW_ROWS = 200 * FEW_COUNT
 _HIT_BYTES = 1 << 30
@@ -95,10 +97,16 @@ def run(arguments: argparse.Namespace) -> int:
         0, or 1 if our row failed.
 
     Raises:
-        ConfigError: DIR is no directory.
+        ConfigError: DIR is no directory; or a table of --size would be too small.
         StorageError: DIR has no room or takes no files; or the JSON file cannot be written.
     """
     check_device(arguments.device)
+    least_bytes = max(_SIZE_MIN_BYTES, *arguments.row_bytes)
+    if arguments.size < least_bytes:
+        raise ConfigError(
+            f"--size {size_name(arguments.size)} is too small: a table needs at least {size_name(least_bytes)}, "
+            "for a row and for a block that is read"
+        )
     check_places(arguments.directory, [arguments.json])
     require_space(arguments.directory, arguments.size * (3 if has_lmdb() else 1), instead="a smaller --size")
     facts = machine_facts(arguments.directory)
