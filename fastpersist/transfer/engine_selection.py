@@ -126,7 +126,8 @@ def require_engine(engine: str) -> str:
     known = _native.engine_names()
     name = engine.removeprefix("fault:") if _native.HAS_FAULT_ENGINE else engine
     if engine != "auto" and name not in known:
-        raise ConfigError(f"there is no engine {engine!r}; known are auto, {', '.join(known)}")
+        named = ", ".join(one for one in known if one != "null")  # which is only for measurements
+        raise ConfigError(f"there is no engine {engine!r}; known are auto, {named}")
     if is_cufile(engine):
         gpudirect.prepare()
     return engine
