@@ -175,7 +175,7 @@ class StepSaver:
             )
 
     def tell_once(self, state: object) -> None:
-        """Log why the whole state was copied; warn, once for each set of keys, of what a default load would refuse.
+        """Log why state was copied inside save(); warn, once for each set of keys, of what a default load would refuse.
 
         Args:
             state: The state that was saved. Followers are silent.
@@ -184,7 +184,7 @@ class StepSaver:
             return
         if self._why_volatile not in ("", self._why_told):
             self._why_told = self._why_volatile
-            _log.info("%s: the whole state is copied inside save(): %s", self._root, self._why_told)
+            _log.info("%s: state is copied inside save(), which stalls training: %s", self._root, self._why_told)
         keys = tuple(map(str, state)) if isinstance(state, Mapping) else ()
         if keys != self._known_keys:
             self._known_keys = keys

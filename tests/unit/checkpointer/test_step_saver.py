@@ -242,6 +242,19 @@ def test_log_says_once_why_everything_is_copied(tmp_path: Path, caplog: pytest.L
     assert len([record for record in caplog.records if "copied inside save()" in record.getMessage()]) == 1
 
 
+def test_log_does_not_call_all_state_copied_where_one_optimizer_is_volatile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="fastpersist")
+    run, other = Run().advance(), torch.nn.Parameter(torch.ones(3))
+    volatile = torch.optim.SGD([other])
+    volatile.train = volatile.eval = lambda: None  # type: ignore[attr-defined]
+    with fp.Checkpointer(tmp_path, optimizer=[run.optimizer, volatile]) as checkpointer:
+        checkpointer.save(1, run.state() | {"other": other})
+    (told,) = [record.getMessage() for record in caplog.records if "inside save()" in record.getMessage()]
+    assert told.startswith(f"{tmp_path}: state is copied inside save(), which stalls training: SGD changes parameters")
+
+
 def test_state_that_weights_only_refuses_is_told_with_the_line_that_helps(tmp_path: Path) -> None:
     state = {"model": STATE, "counts": collections.deque([1, 2])}
     with fp.Checkpointer(tmp_path) as checkpointer:
