@@ -106,8 +106,8 @@ class CapturingWriter(StoragePath):
         Returns:
             The same tensors, and copies of everything else.
         """
-        if self._staged is not None:
-            self._staged.wait()
+        if (before := self._own_staged()) is not None:
+            before.wait()
         captured = ShardedCapture(state_dict, self._owners, self._arena, piece_bytes=self._piece_bytes)
         staged = _Staged(captured, samples_of_state(captured.state))
         try:
@@ -126,9 +126,9 @@ class CapturingWriter(StoragePath):
 
     def synchronize_staging(self) -> None:
         """Wait until the bytes for which the arena had no room are written; called by dcp.async_save."""
-        if self._staged is not None:
-            self._staged.come()
-            self._staged.copy(wait=True)
+        if (staged := self._own_staged()) is not None:
+            staged.come()
+            staged.copy(wait=True)
 
     def wait_captured(self, timeout: float | None = None) -> None:
         """Return when the state of the last dcp.async_save may be changed; with gate="manual", call it before a step.
@@ -139,13 +139,13 @@ class CapturingWriter(StoragePath):
         Raises:
             TimeoutError: It may not be changed yet.
         """
-        if self._staged is not None:
-            self._staged.sharded.capture.wait_captured(timeout)
+        if (staged := self._own_staged()) is not None:
+            staged.sharded.capture.wait_captured(timeout)
 
     def close(self) -> None:
-        """Wait for the last dcp.async_save to end."""
-        if self._staged is not None:
-            self._staged.wait()
+        """Wait for the last dcp.async_save to end; in a forked child, where it is the parent's, do nothing."""
+        if (staged := self._own_staged()) is not None:
+            staged.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process; in another one, the writer is as new."""
@@ -209,9 +209,15 @@ class CapturingWriter(StoragePath):
 
     def _take_staged(self) -> None:
         """Keep the staged state if this thread's save is of it; else wait for the save of it, and forget it."""
-        if self._staged is not None and not self._staged.is_for_this_thread():
-            self._staged.wait()
+        if (staged := self._own_staged()) is not None and not staged.is_for_this_thread():
+            staged.wait()
             self._staged = None
+
+    def _own_staged(self) -> _Staged | None:
+        """Return what is staged; nothing in a forked child, where no thread of its parent would ever end it."""
+        if self._staged is not None and self._staged.process != os.getpid():
+            self._staged = None
+        return self._staged
 
     def _known_to_planner(self, meta: StorageMeta) -> StorageMeta:
         """Add the samples of the staged state for the planner: the tensors may change before it compares them."""
@@ -260,6 +266,7 @@ class _Staged:
     def __init__(self, sharded: ShardedCapture, get_sums: GetSums) -> None:
         self.sharded = sharded
         self.get_sums = get_sums
+        self.process = os.getpid()
         self._over = threading.Event()
         self._staged_by = threading.current_thread()
         self._is_async = threading.Event()  # torch has started its thread, or is about to

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.dcp_states import blank, failures, loaded, make_state, portrait
+from support.forking import Report, run_in_child
 from support.process_groups import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -404,6 +405,32 @@ def test_what_is_captured_here_is_not_sent_to_another_process(tmp_path: Path, wa
     elsewhere = pickle.loads(pickle.dumps(writer))
     dcp.save({"weight": torch.ones(3)}, storage_writer=elsewhere)
     assert way.load(tmp_path / "checkpoint", {"weight": torch.ones(3)}) == portrait({"weight": torch.ones(3)})
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_a_forked_child_waits_for_no_save_of_its_parent(tmp_path: Path, way: Way) -> None:
+    model, optimizer = model_and_optimizer()
+    train(model, optimizer)
+    state = way.state(model, optimizer)
+    expected = portrait(state)
+    planner = HeldPlanner()
+    writer = way.writer(tmp_path / "checkpoint", optimizer=optimizer)
+    future = dcp.async_save(state, storage_writer=writer, planner=planner)
+
+    def close(report: Report) -> None:
+        writer.wait_captured()
+        writer.close()
+
+    def save(report: Report) -> None:
+        dcp.save(state, storage_writer=writer, checkpoint_id=tmp_path / "by_child", no_dist=True)
+
+    run_in_child(close)
+    run_in_child(save)
+    planner.may_plan.set()
+    future.result()
+    writer.close()
+    assert way.load(tmp_path / "checkpoint", state) == way.load(tmp_path / "by_child", state) == expected
 
 
 # --- several ranks
