@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from fastpersist.commit.directory_commit import RootLock, remove_directory, sweep_directories
 from fastpersist.commit.filesystem import filesystem, make_directories
 from fastpersist.commit.locks import is_root_on
+from fastpersist.commit.removal import remove_replaced_before
 from fastpersist.commit.step_listing import (
     Commit,
     check_files,
@@ -420,7 +421,7 @@ class Root:
             with self._lock:
                 known = dict(self._known())
             if not steps_to_remove(known, self._retention) or list(known)[-1] in self.unloadable:
-                return False
+                return remove_replaced_before(self.directory)
             filesystem().sync_directory(self.directory)
         except StorageError as error:
             _log.warning("%s: the steps that no rule keeps were not removed: %s", self.path, error)
@@ -428,8 +429,8 @@ class Root:
         return self._remove_unkept(known)
 
     def _remove_unkept(self, committed: Mapping[int, Mapping[str, float]]) -> bool:
-        """Remove the steps that no rule keeps; tell if any went."""
-        removed = False
+        """Remove the steps that no rule keeps, and what was read when it was replaced; tell if any went."""
+        removed = remove_replaced_before(self.directory)
         for old in steps_to_remove(committed, self._retention):
             try:
                 with suppress(CheckpointNotFoundError):  # somebody else has removed it

@@ -34,6 +34,7 @@ __all__ = [
     "remove_directory",
     "remove_quietly",
     "remove_replaced",
+    "remove_replaced_before",
     "replaced_directories",
     "resolve_final_path",
     "sweep_directories",
@@ -42,6 +43,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 _ATTEMPT_COUNT = 5
+_read_when_replaced: set[str] = set()  # replaced directories that stayed, because somebody read them
 
 
 def resolve_final_path(path: str) -> str:
@@ -246,8 +248,19 @@ def remove_replaced(path: str) -> None:
     try:
         if _remove_leftover(path) is None and os.path.lexists(path):
             _log.info("%s was replaced and is being read; a later save removes it", path)
+            _read_when_replaced.add(path)
     except StorageError as error:
         _log.warning("a replaced checkpoint is left behind: %s", error)
+
+
+def remove_replaced_before(parent: str) -> bool:
+    """Remove what this process has replaced in a directory earlier, if nobody reads it any more; tell if any went."""
+    removed = False
+    for path in [path for path in list(_read_when_replaced) if os.path.dirname(path) == parent]:
+        _read_when_replaced.discard(path)
+        remove_replaced(path)
+        removed |= path not in _read_when_replaced
+    return removed
 
 
 def remove_quietly(path: str, let_go: Callable[[], None] | None = None) -> None:

@@ -241,6 +241,21 @@ def test_step_that_is_read_stays_until_a_later_one_is_durable(tmp_path: Path, ca
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.parametrize("for_room", [False, True])
+def test_step_that_is_read_when_it_is_replaced_goes_later(tmp_path: Path, for_room: bool) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result()
+        with hold_for_reading(str(tmp_path / "step-00000001")):
+            checkpointer.save(1, {"w": torch.zeros(3)}, overwrite=True).result()
+            assert not checkpointer._root.make_room()
+            assert len(list(tmp_path.glob(".step-*"))) == 1
+        if for_room:
+            assert checkpointer._root.make_room()
+        else:
+            checkpointer.save(2, {"w": torch.ones(3)}).result()
+        assert list(tmp_path.glob(".step-*")) == []
+
+
 def test_latest_follows_what_is_left_and_goes_with_the_last_step(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     root = Root(str(tmp_path), RetentionPolicy())
