@@ -17,6 +17,7 @@ import re
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -60,6 +61,8 @@ _READER_PATIENCE_S = 5.0
 _HINT_BYTES = 512
 _NO_LOCKS = "no locks"
 _POLL_S = 0.5
+_ENDING_S = 5.0
+_WRITING_THREADS = ("fastpersist-save", "fastpersist-rm")
 _MOUNTS_PATH = "/proc/self/mountinfo"
 # With these mount options locks succeed, and no other host sees them.
 _LOCAL_LOCKS = frozenset(("nolock", "local_lock=all", "local_lock=posix", "localflock"))
@@ -283,6 +286,14 @@ class _Owner(NamedTuple):
     is_here: bool = False
 
 
+def _await_writing_threads() -> None:
+    """Wait a while until threads that have finished a save have ended: they hold its Checkpointer until then."""
+    deadline_s = time.monotonic() + _ENDING_S
+    for thread in threading.enumerate():
+        if thread.name in _WRITING_THREADS and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
 class RootLock:
     """The right to save checkpoints below a directory, one process at a time. One owner thread.
 
@@ -326,6 +337,7 @@ class RootLock:
         while not isinstance(found := cls._try(root), RootLock):
             if found.is_here and not has_collected:
                 has_collected = True
+                _await_writing_threads()
                 gc.collect()  # a Checkpointer that nobody has any more keeps its lock until Python looks for cycles
                 continue
             if not found.is_elsewhere or time.monotonic() >= deadline_s:

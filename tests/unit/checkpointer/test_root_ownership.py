@@ -19,6 +19,7 @@ from support.training import PATIENCE_S
 import fastpersist as fp
 from fastpersist.checkpointer.root import Root
 from fastpersist.errors import FastPersistError
+from fastpersist.saving.pending_save import PendingSave
 from fastpersist.transfer.garbage import no_garbage_collection
 
 STATE = {"weights": torch.arange(1000.0), "name": "a state"}
@@ -70,6 +71,31 @@ def test_a_checkpointer_that_nobody_has_any_more_leaves_its_root_to_the_next(tmp
         checkpoints.wait()
         checkpoints = fp.Checkpointer(tmp_path / "run")
         checkpoints.save(2, {})
+        checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_a_thread_that_has_finished_a_save_does_not_keep_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_waited_for = threading.Event()
+    finish, join = PendingSave._finish, threading.Thread.join
+
+    def finish_and_stay(pending: PendingSave) -> None:
+        finish(pending)
+        is_waited_for.wait(PATIENCE_S)  # the thread still holds what it has saved
+
+    def let_go_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        is_waited_for.set()
+        join(thread, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PendingSave, "_finish", finish_and_stay)
+        checkpoints = fp.Checkpointer(tmp_path / "run")
+        checkpoints.save(1, {}).result()
+        patched.setattr(threading.Thread, "join", let_go_and_join)
+        checkpoints = fp.Checkpointer(tmp_path / "run")
+        checkpoints.save(2, {}).result()
         checkpoints.close()
     assert checkpoints.steps() == [1, 2]
 
