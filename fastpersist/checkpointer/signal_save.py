@@ -158,9 +158,11 @@ class SignalSave:
     def poll(self) -> None:
         """If a signal was noted, save the step unless it is saved already; then run the signal's earlier handler.
 
-        With several ranks, all of them call this equally often.
+        With several ranks, all of them call this equally often. In a forked child nothing happens.
         """
-        if self._make_state is None or (self._agreement is not None and not self._is_agreed and not self._agree()):
+        if self._make_state is None or self._process != os.getpid():
+            return
+        if self._agreement is not None and not self._is_agreed and not self._agree():
             return
         if not self._noted or self._is_too_late():
             return

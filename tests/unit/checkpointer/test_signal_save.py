@@ -242,6 +242,22 @@ def test_forked_child_does_what_the_signal_did_before(tmp_path: Path, previous: 
         assert checkpointer.steps() == [1]
 
 
+def test_signal_that_came_before_a_fork_is_the_parents(tmp_path: Path, previous: Previous) -> None:
+    run = Run().advance()
+    with fp.Checkpointer(tmp_path, optimizer=run.optimizer) as checkpointer:
+        checkpointer.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+        send()
+
+        def work(report: Report) -> None:
+            run.advance(2)
+            checkpointer.poll()
+            assert previous.steps == []
+
+        run_in_child(work)
+        run.advance(2)
+        assert previous.steps == [[2]]
+
+
 # --- steps that are there already
 
 
