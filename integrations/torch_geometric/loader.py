@@ -69,8 +69,9 @@ class AheadNodeLoader(NodeLoader):  # type: ignore[misc] # torch_geometric has n
         self._features = store
         self._transform = transform
         self._transform_output = transform_sampler_output
+        self._joins_rows = not is_pair
         super().__init__(
-            data, node_sampler, transform=transform if is_pair else self._joined, filter_per_worker=False, **options
+            data, node_sampler, transform=transform if is_pair else None, filter_per_worker=False, **options
         )
 
     def collate_fn(self, index: Any) -> Any:
@@ -79,11 +80,14 @@ class AheadNodeLoader(NodeLoader):  # type: ignore[misc] # torch_geometric has n
         output = super().collate_fn(index)
         return output if self._transform_output is None else self._transform_output(output)
 
-    def _joined(self, batch: Any) -> Any:
-        """Add the rows of `features` to a batch that PyG has made of a Data or HeteroData."""
+    def filter_fn(self, out: Any) -> Any:
+        """Join the output of the sampler with its attributes; those of `features` come behind PyG's own."""
+        batch = super().filter_fn(out)
+        if not self._joins_rows:
+            return batch
         attrs = [attr for attr in self._features.get_all_tensor_attrs() if self._holder(batch, attr) is not None]
-        for attr in attrs:
-            attr.index = self._holder(batch, attr).n_id
+        for attr in attrs:  # not by n_id, which may be an attribute of the graph itself
+            attr.index = out.node if attr.group_name is None else out.node[attr.group_name]
         for attr, values in zip(attrs, self._features.multi_get_tensor(attrs), strict=True):
             self._holder(batch, attr)[attr.attr_name] = values
         return batch if self._transform is None else self._transform(batch)

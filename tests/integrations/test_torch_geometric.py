@@ -525,6 +525,18 @@ def test_plain_data_of_several_types_gets_rows(typed_features: Recorded) -> None
         assert torch.equal(batch["paper"].year, batch["paper"].n_id)
 
 
+def test_rows_are_those_of_the_nodes_where_the_graph_has_an_n_id_of_its_own(features: Recorded) -> None:
+    graph = data()
+    graph.n_id = torch.arange(NODE_COUNT).flip(0)  # as of a graph that was itself sampled from a larger one
+    loader = AheadNodeLoader(
+        *(graph, TorchNeighborSampler(graph, [3])), features=features, input_nodes=torch.arange(60), batch_size=20
+    )
+    for batch in loader:
+        nodes = NODE_COUNT - 1 - batch.n_id
+        assert torch.equal(batch.y, nodes)
+        assert torch.equal(batch.x, table(NODE_COUNT)[nodes])
+
+
 def test_outputs_are_transformed_before_rows_are_asked_for(features: Recorded) -> None:
     def reverse(output: Any) -> Any:
         output.node = output.node.flip(0)
