@@ -430,18 +430,23 @@ class RowWriter(Uncopied):
         best: Progress | None = None
         records: list[Progress | None] = [None, None]
         for path in find_leftovers(self._target):
-            pending = PendingFile.adopt(self._target, path)
-            if pending is None:
-                continue
-            found = _records_of(pending)
-            record = progress.newest_of(found)
-            if record is not None and record.spec != self._spec:
-                pending.leave()
+            pending: PendingFile | None = None
+            try:
+                pending = PendingFile.adopt(self._target, path)
+                if pending is None:
+                    continue
+                found = _records_of(pending)
+                record = progress.newest_of(found)
+                if record is not None and record.spec != self._spec:
+                    raise ConfigError(
+                        f"{path} is an unfinished table of {record.spec}, not of {self._spec}; remove it, or write "
+                        "with resume=False, which does that"
+                    )
+            except BaseException:  # what was taken over is left for the next writer, in this process too
+                if pending is not None:
+                    pending.leave()
                 self._end(keep=True)
-                raise ConfigError(
-                    f"{path} is an unfinished table of {record.spec}, not of {self._spec}; remove it, or write with "
-                    "resume=False, which does that"
-                )
+                raise
             if record is None or (best is not None and best.done_bytes >= record.done_bytes):
                 pending.abort()
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -336,6 +337,32 @@ def test_an_unfinished_table_of_other_rows_is_refused(tmp_path: Path) -> None:
             pass
     with int32_writer(path, resume=True) as writer:
         assert writer.row_count == 100
+
+
+@pytest.mark.parametrize("error", [StorageError(errno.EIO, "no look at it"), KeyboardInterrupt()])
+def test_a_look_at_the_unfinished_that_fails_leaves_it_for_the_next_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    path = tmp_path / "table.npy"
+    for count in (100, 200):
+        fail_behind(path, count, resume=True)
+        (tmp_path / hidden_files(tmp_path)[0]).rename(tmp_path / f"kept-{count}")
+    for number, count in enumerate((100, 200)):
+        (tmp_path / f"kept-{count}").rename(tmp_path / f".table.npy.pending-{number:016x}")
+
+    def fail_at_second(pending: PendingFile) -> Any:
+        looked_at.append(pending.path)
+        if len(looked_at) == 2:
+            raise error
+        return look(pending)
+
+    looked_at: list[str] = []
+    look = writer_module._records_of
+    with monkeypatch.context() as patched, pytest.raises(type(error)):
+        patched.setattr(writer_module, "_records_of", fail_at_second)
+        int32_writer(path, resume=True).__enter__()
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 200
 
 
 def test_damaged_rows_are_not_gone_on_with(tmp_path: Path) -> None:
