@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -357,6 +358,8 @@ def _path_of(filename: Filename) -> str:
 
 def _path_of_descriptor(fd: int) -> str:
     """Return a path that opens the file of a descriptor independently."""
+    if fd < 0:
+        raise StorageError(errno.EBADF, f"writing to descriptor {fd}: {os.strerror(errno.EBADF)}")
     try:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise ConfigError(f"descriptor {fd} is open for reading only; async_pwrite needs one to write to")

@@ -69,7 +69,7 @@ class Files:
         with self._lock:
             try:
                 status = os.stat(path)
-            except OSError:  # opening the file raises the better error
+            except (OSError, ValueError):  # opening the file raises the better error
                 found = None
             else:
                 place = (status.st_dev, status.st_ino)

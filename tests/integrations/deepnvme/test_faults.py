@@ -150,6 +150,9 @@ def test_what_is_no_name_is_refused(handle: Handle) -> None:
             handle.sync_pread(some_bytes(), nonsense)  # type: ignore[arg-type]
     with pytest.raises(fp.ConfigError, match="filename"):
         handle.sync_pwrite(some_bytes(), 3)  # type: ignore[arg-type]  # only async_pwrite takes descriptors
+    for method in (handle.sync_pread, handle.async_pread, handle.sync_pwrite, handle.async_pwrite):
+        with pytest.raises(fp.ConfigError, match="null character"):
+            method(some_bytes(), "a\0b")
 
 
 def test_arguments_that_do_not_exist_or_lack_are_told_as_python_does(handle: Handle, source: Path) -> None:

@@ -370,9 +370,10 @@ def test_the_file_of_a_descriptor_is_meant_whatever_has_its_name(handle: Handle,
 def test_descriptors_that_cannot_be_written_to_are_refused(handle: Handle, source: Path) -> None:
     with open(source, "rb") as file, pytest.raises(fp.ConfigError, match="open for reading only"):
         handle.async_pwrite(some_bytes(), file.fileno())
-    with pytest.raises(fp.StorageError, match="descriptor 1000: Bad file descriptor") as raised:
-        handle.async_pwrite(some_bytes(), 1000)
-    assert raised.value.errno == errno.EBADF
+    for descriptor in (1000, -1):
+        with pytest.raises(fp.StorageError, match=f"descriptor {descriptor}: Bad file descriptor") as raised:
+            handle.async_pwrite(some_bytes(), descriptor)
+        assert raised.value.errno == errno.EBADF
     assert handle.wait() == 0
 
 
