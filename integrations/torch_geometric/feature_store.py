@@ -187,6 +187,10 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
             self._memory(key)[attr.index] = values
         return True
 
+    def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
+        """Change an attribute in memory, as `put_tensor` does; PyG's own removes all of it first."""
+        return bool(self.put_tensor(tensor, *args, **kwargs))
+
     def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
         return self._multi_get_tensor([attr])[0]
 

@@ -179,6 +179,16 @@ def test_tensors_in_memory_are_changed_and_tables_are_not(features: Recorded) ->
         features.put_tensor(table(NODE_COUNT), group_name=None, attr_name="x", index=None)
 
 
+def test_an_update_of_some_rows_leaves_the_others(features: Recorded) -> None:
+    assert features.update_tensor(torch.tensor([-1, -2]), group_name=None, attr_name="y", index=torch.tensor([4, 6]))
+    assert features.get_tensor(None, "y", slice(3, 8)).tolist() == [3, -1, 5, -2, 7]
+    assert features.update_tensor(torch.zeros(3), group_name=None, attr_name="y", index=None)
+    assert features.get_tensor(None, "y", None).tolist() == [0, 0, 0]
+    with pytest.raises(fp.UnsupportedError, match="'x' of None is a table on disk, which is never changed"):
+        features.update_tensor(table(2), group_name=None, attr_name="x", index=torch.tensor([4, 6]))
+    assert torch.equal(features.get_tensor(None, "x", slice(0, 9)), table(NODE_COUNT)[:9])
+
+
 def test_removed_attributes_are_gone_and_their_tables_closed(features: Recorded, tmp_path: Path) -> None:
     owned = features._rows[None, "x"]
     assert features.remove_tensor(None, "x", None)
