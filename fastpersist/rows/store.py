@@ -736,11 +736,14 @@ class _UnderWay(NamedTuple):
 
 def _as_absolute(source: Source) -> Source:
     """Return the source for a process in another directory."""
+
+    def absolute(path: str | os.PathLike[str]) -> str:
+        return os.path.abspath(local_path(path, "source"))
+
     if isinstance(source, str | os.PathLike):
-        return os.path.abspath(local_path(source, "source"))
+        return absolute(source)
     return [
-        os.path.abspath(piece) if isinstance(piece, str | os.PathLike) else (os.path.abspath(piece[0]), piece[1])
-        for piece in source
+        absolute(piece) if isinstance(piece, str | os.PathLike) else (absolute(piece[0]), piece[1]) for piece in source
     ]
 
 

@@ -181,6 +181,17 @@ def test_a_store_is_pickled_as_its_arguments(path: Path, tmp_path: Path, rows: t
             assert again.stats().cache_row_limit == pytest.approx(store.stats().cache_row_limit, rel=0.5)
 
 
+def test_pieces_in_the_home_directory_are_pickled(
+    rows: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("some.npy", "more.safetensors"):
+        write_rows(tmp_path / name, rows)
+    store = RowStore(["~/some.npy", ("~/more.safetensors", "rows")])
+    with store, pickle.loads(pickle.dumps(store)) as again:
+        assert torch.equal(again.gather([1, COUNT + 2]), rows[[1, 2]])
+
+
 def test_a_child_reads_only_what_it_asks_for(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path, ahead_bytes=0) as store:
         tickets = [store.prefetch([first]) for first in range(6)]
