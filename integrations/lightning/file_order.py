@@ -38,17 +38,23 @@ def key_of(path: str) -> str:
     return os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
 
 
-def local_path(path: object) -> str | None:
-    """Return the local path; None for a remote one, or for no path."""
+def local_path(path: object, *, expands: bool = True) -> str | None:
+    """Return the local path; None for a remote one, or for no path.
+
+    Args:
+        path: As it was given to Lightning.
+        expands: Expand a leading `~`, as Lightning does for files, and does not for the directories of shards.
+    """
     if not isinstance(path, str | os.PathLike):
         return None
     text = os.fspath(path)
     if not isinstance(text, str):
         return None
     protocol, separator, rest = text.partition("://")
-    if not separator:
-        return text
-    return rest if protocol in _LOCAL_PROTOCOLS else None
+    if separator and protocol not in _LOCAL_PROTOCOLS:
+        return None
+    found = rest if separator else text
+    return os.path.expanduser(found) if expands else found
 
 
 @dataclass(eq=False)

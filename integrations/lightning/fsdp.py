@@ -127,7 +127,7 @@ class ShardedSaving:
         from .._shared.sharded_redirection import reads_shards  # slow to import; only sharding strategies need it
 
         given = [*arguments, *(options[name] for name in ("path", "checkpoint_path") if name in options)][0]
-        path = local_path(self._strategy.broadcast(given))
+        path = local_path(self._strategy.broadcast(given), expands=False)
         if path is not None:
             on_all_ranks(path, lambda: self._plugin.wait_for(path))
         with reads_shards(engine=self._plugin.engine):
@@ -136,7 +136,7 @@ class ShardedSaving:
     # --- inside
 
     def _save(self, given: Any, put_together: Callable[[Any], None], *, is_usual: bool) -> None:
-        path = local_path(self._strategy.broadcast(given))
+        path = local_path(self._strategy.broadcast(given), expands=False)
         if path is None or not is_usual:
             put_together(given)  # the strategy refuses it, or saves it elsewhere
             return

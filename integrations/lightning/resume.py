@@ -31,7 +31,7 @@ def last_checkpoint(dirpath: str | os.PathLike[str]) -> str | None:
     Thread safety: any thread, any process, also while training saves there.
     """
     found: dict[tuple[int, int], tuple[int, str]] = {}
-    for path in sorted(Path(dirpath).glob("[!.]*.ckpt")):
+    for path in sorted(Path(dirpath).expanduser().glob("[!.]*.ckpt")):
         with contextlib.suppress(OSError):  # removed meanwhile, or a dangling symbolic link
             status = path.stat()
             if path.is_file() or (path.is_dir() and _has_shards(path)):

@@ -117,6 +117,21 @@ def test_remote_paths_go_to_lightnings_own_plugin_and_file_urls_do_not(tmp_path:
     assert plugin.load_checkpoint(tmp_path / "b.ckpt") == {"global_step": 2}
 
 
+def test_a_tilde_is_the_home_directory_as_in_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    plugin = plugin_of()
+    for path, name in (("~/a.ckpt", "a.ckpt"), ("file://~/b.ckpt", "b.ckpt")):
+        plugin.save_checkpoint({"global_step": 1}, path)
+        assert plugin.load_checkpoint(path) == {"global_step": 1}
+        assert last_checkpoint("~") == str(tmp_path / name)
+        plugin.remove_checkpoint(path)
+        plugin.wait()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["elsewhere"]
+    assert not os.listdir()
+
+
 def test_save_to_a_symbolic_link_replaces_the_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
     plugin = plugin_of()
     torch.save({"global_step": 1}, tmp_path / "a.ckpt")

@@ -351,6 +351,21 @@ def test_a_file_of_that_name_stays_until_the_directory_is_durable(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_tilde_is_a_name_as_for_the_strategy(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+
+    def work(_rank: int, _count: int) -> None:
+        os.chdir(tmp_path)
+        os.environ["HOME"] = str(tmp_path / "home")
+        trainer, _ = run(*KINDS["ModelParallel"], enable_checkpointing=False, default_root_dir=tmp_path)
+        trainer.save_checkpoint("~/a.ckpt")
+        run(*KINDS["ModelParallel"], ckpt_path="~/a.ckpt", enable_checkpointing=False, default_root_dir=tmp_path)
+
+    run_ranks(2, work)
+    assert fp.verify(tmp_path / "~" / "a.ckpt").ok
+    assert not os.listdir(tmp_path / "home")
+
+
 def test_a_checkpoint_for_slurm_is_whole_when_the_save_returns_and_nothing_else_looks_like_one(tmp_path: Path) -> None:
     def work(rank: int, _count: int) -> None:
         def save(trainer: Any) -> None:
