@@ -189,9 +189,10 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
             failure = error
         _agree(accelerator, failure)
         input_dir = str(broadcast_object_list([newest])[0])
+    found = os.path.expanduser(input_dir)
     with _reading_shards(accelerator):
-        accelerator.load_state(os.fspath(input_dir), **load_kwargs)
-    return Path(input_dir)
+        accelerator.load_state(found, **load_kwargs)
+    return Path(found)
 
 
 def wait(accelerator: Accelerator) -> None:
@@ -274,7 +275,7 @@ def _choose(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
         return target, {"make_parents": True, "pending_in": _hiding_place(folder)}
     if output_dir is None:
         raise ConfigError("save_state needs an output_dir, or automatic_checkpoint_naming in the ProjectConfiguration")
-    target = os.path.abspath(output_dir)
+    target = os.path.abspath(os.path.expanduser(output_dir))  # load_state expands it, too
     if os.path.isdir(target):
         _refuse_to_lose(accelerator, target)
     return target, {"make_parents": True, "overwrite": "foreign"}

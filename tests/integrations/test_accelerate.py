@@ -313,6 +313,16 @@ def test_files_and_links_in_the_place_are_refused(tmp_path: Path) -> None:
     assert training.iteration == 0
 
 
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    training = Training()
+    save_state(training.accelerator, "~/checkpoint")
+    assert load_state(training.accelerator, "~/checkpoint") == tmp_path / "checkpoint"
+    assert not os.listdir()
+
+
 def test_automatic_names_count_as_in_stock(tmp_path: Path) -> None:
     training = Training(tmp_path, automatic=True)
     save_state(training.accelerator, tmp_path / "not used")
