@@ -273,7 +273,7 @@ def _choose(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
                 "checkpoint is to have"
             )
         return target, {"make_parents": True, "pending_in": _hiding_place(folder)}
-    if output_dir is None:
+    if output_dir is None or output_dir == "":  # which would be the working directory
         raise ConfigError("save_state needs an output_dir, or automatic_checkpoint_naming in the ProjectConfiguration")
     target = os.path.abspath(os.path.expanduser(output_dir))  # load_state expands it, too
     if os.path.isdir(target):

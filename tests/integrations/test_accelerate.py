@@ -342,8 +342,9 @@ def test_automatic_names_count_as_in_stock(tmp_path: Path) -> None:
 
 def test_no_name_is_an_error(tmp_path: Path) -> None:
     training = Training()
-    with pytest.raises(fp.ConfigError, match="needs an output_dir"):
-        save_state(training.accelerator)
+    for nothing in (None, ""):
+        with pytest.raises(fp.ConfigError, match="needs an output_dir"):
+            save_state(training.accelerator, nothing)
     with pytest.raises(fp.ConfigError, match="needs an input_dir"):
         load_state(training.accelerator)
     training.accelerator.project_configuration.automatic_checkpoint_naming = True
