@@ -420,6 +420,10 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
 
         state = found.load(STATE_NAME, read_state)
     state = options.adapted(found.path, state)
+    if own_names and options.rename is not None and not options.into and RANK_KEY in state:
+        raise ConfigError(
+            f"rename= gives something of {found.path} the name {RANK_KEY!r}, under which load() returns the rank_state"
+        )
     if own_names and found.rank_count != options.count:
         _resize(root, step, options, found, state, lambda name, source: read_file(name, source, read_extents))
         return state

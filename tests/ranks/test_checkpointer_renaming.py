@@ -55,6 +55,17 @@ def load_all_ways(checkpoints: fp.Checkpointer, rank_state: torch.Tensor) -> Non
 
 
 @BOTH
+def test_a_rank_state_takes_the_place_of_nothing_that_is_renamed(tmp_path: Path, sharded: bool) -> None:
+    with fp.Checkpointer(tmp_path, sharded=sharded) as checkpoints:
+        checkpoints.save(1, state(), rank_state=torch.ones(2))
+        with pytest.raises(fp.ConfigError, match=r"rename= gives .* the name 'rank_state'"):
+            checkpoints.load(rename={"model.module.weight": "rank_state"})
+        checkpoints.save(2, state()).result()
+        found = checkpoints.load(rename={"model.module.weight": "rank_state"})
+        assert_same(found["rank_state"], state()["model"]["module.weight"])
+
+
+@BOTH
 def test_one_process_gets_new_names_and_another_dtype(tmp_path: Path, sharded: bool) -> None:
     with fp.Checkpointer(tmp_path, sharded=sharded) as checkpoints:
         checkpoints.save(1, state(), rank_state=torch.ones(2))
