@@ -221,6 +221,7 @@ def _configuration(
     else:
         auto_class = auto_class.config_class
     config, unused = auto_class.from_pretrained(folder, return_unused_kwargs=True, **overrides)
+    config.name_or_path = folder  # from which adapters know their base; not every class sets it
     return config, unused
 
 

@@ -197,6 +197,7 @@ def test_a_model_is_found_with_and_without_the_prefix_of_its_base(tmp_path: Path
     ):
         model = from_pretrained(directory, auto_class=auto_class, budget_bytes=AMPLE)
         assert_same_answers(model, auto_class.from_pretrained(directory))
+        assert model.name_or_path == model.config.name_or_path == str(directory)  # what an adapter calls its base
         model.weight_stream.close()
 
 
