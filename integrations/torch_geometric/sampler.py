@@ -108,7 +108,8 @@ class TorchNeighborSampler(BaseSampler):  # type: ignore[misc] # torch_geometric
         unseen = torch.iinfo(torch.int32).max
         place_of = {kind: torch.full((count,), unseen, dtype=torch.int32) for kind, count in self._node_counts.items()}
         hops[index.input_type] = [index.node.to(torch.int64)]
-        place_of[index.input_type][index.node] = torch.arange(index.node.numel(), dtype=torch.int32)
+        if index.input_type in place_of:  # else no edge leads to the seeds, or away from them
+            place_of[index.input_type][index.node] = torch.arange(index.node.numel(), dtype=torch.int32)
         rows, cols, edges = ({kind: [] for kind in self._edges} for _ in range(3))  # type: ignore[var-annotated]
         for hop in range(len(next(iter(self._fan_outs.values())))):
             before = {kind: sum(part.numel() for part in parts[:-1]) for kind, parts in hops.items()}

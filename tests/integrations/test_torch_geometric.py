@@ -327,6 +327,22 @@ def test_sampler_follows_types_hop_by_hop() -> None:
     assert batch["author"].num_sampled_nodes[0] == 0
 
 
+def test_seeds_of_a_type_without_edges_are_all_of_their_batch(tmp_path: Path) -> None:
+    graph = typed_data()
+    graph["venue"].num_nodes = 9
+    with RowFeatureStore() as store:
+        store.add(stored(tmp_path / "venue.npy", table(9)), "venue")
+        loader = AheadNodeLoader(
+            *(graph, TorchNeighborSampler(graph, [3, 2])),
+            features=store,
+            input_nodes=("venue", torch.tensor([4, 2, 8])),
+            batch_size=2,
+        )
+        assert [batch["venue"].n_id.tolist() for batch in loader] == [[4, 2], [8]]
+        assert all(torch.equal(batch["venue"].x, table(9)[batch["venue"].n_id]) for batch in loader)
+        assert all(batch.num_edges == batch["paper"].num_nodes == 0 for batch in loader)
+
+
 def test_compressed_graph_is_sampled_as_it_is() -> None:
     sorted_data = data()
     rows, pointers, permutation = sorted_data.csc()
