@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from fastpersist.arguments import local_path
 from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.errors import ConfigError, UnsupportedError
@@ -56,6 +57,16 @@ class StoragePath:
             name = type(self).__name__
             raise ConfigError(f"{name} does not know which directory: pass path, or checkpoint_id= to {call}")
         return self._path
+
+    def _final_path(self, call: str) -> str:
+        """Return the directory that is to be written, absolute; a leading `~` is a name in it, as for torch's writer.
+
+        Raises:
+            ConfigError: No directory was given, or a URL.
+        """
+        path = self._known_path(call)
+        local_path(path)
+        return os.path.abspath(path)
 
 
 @dataclass(slots=True)

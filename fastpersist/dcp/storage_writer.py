@@ -111,10 +111,10 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             ConfigError: There is a checkpoint, and overwrite is False; or there are files of another one.
             UnsupportedError: The directory holds what cannot stay in it.
         """
-        directory_path = self._known_path("dcp.save")
-        overwrite = self._may_replace(os.path.abspath(directory_path))
-        self._directory = DirectorySave(directory_path, overwrite=overwrite, engine=self._engine, make_parents=True)
-        parts = [Part(rank, self._directory.path, os.path.abspath(directory_path)) for rank in range(len(plans))]
+        final_path = self._final_path("dcp.save")
+        overwrite = self._may_replace(final_path)
+        self._directory = DirectorySave(final_path, overwrite=overwrite, engine=self._engine, make_parents=True)
+        parts = [Part(rank, self._directory.path, final_path) for rank in range(len(plans))]
         return [replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
 
     def _may_replace(self, path: str) -> Overwrite:

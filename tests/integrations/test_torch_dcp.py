@@ -22,9 +22,11 @@ from support.dcp_states import (
     portrait,
     save,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fastpersist as fp
+from fastpersist.integrations import torch_dcp
 from fastpersist.integrations.torch_dcp import FastPersistReader, FastPersistSavePlanner, FastPersistWriter
 from fastpersist.transfer import reader, writer
 
@@ -95,6 +97,22 @@ def test_the_path_may_come_as_checkpoint_id_and_writers_may_be_used_again(tmp_pa
     metadata = reader.read_metadata()
     assert metadata.storage_meta is not None
     assert metadata.storage_meta.checkpoint_id == os.fspath(path)
+
+
+@pytest.mark.parametrize("kind", ["", "HuggingFace"])
+def test_a_tilde_is_a_name_as_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    make_writer, make_reader = (getattr(torch_dcp, f"FastPersist{kind}{what}") for what in ("Writer", "Reader"))
+    found = torch.zeros(3)
+    dcp.save({"a": torch.ones(3)}, storage_writer=make_writer("~/checkpoint"), no_dist=True)
+    dcp.load({"a": found}, storage_reader=make_reader("~/checkpoint"), no_dist=True)
+    assert torch.equal(found, torch.ones(3))
+    assert not os.listdir(tmp_path / "home")
+    for nothing in ("", "s3://bucket/checkpoint"):
+        with pytest.raises(CheckpointException, match=r"names no file|is the URL"):
+            dcp.save({"a": found}, storage_writer=make_writer(nothing), no_dist=True)
 
 
 def test_without_a_path_it_is_said_how_to_give_one(tmp_path: Path) -> None:

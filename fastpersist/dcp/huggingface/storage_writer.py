@@ -156,7 +156,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide where each tensor goes, and make the files; called by dcp.save on the coordinator."""
-        directory_path = self._known_path("dcp.save")
+        final_path = self._final_path("dcp.save")
         self._remember(plans)
         unique = without_duplicates(self._plans)
         machines = {site.machine if site is not None else None for site in self._sites}
@@ -170,8 +170,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             metadata=self._metadata,
             unit_bytes=unit_bytes,
         )
-        directory = DirectorySave(directory_path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
-        final_path = os.path.abspath(directory_path)
+        directory = DirectorySave(final_path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
         parts: list[ModelPart] = []
         self._begun = _Begun(directory, layout, parts, unique)
         try:
