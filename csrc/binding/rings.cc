@@ -32,8 +32,9 @@ uint64_t g_ring_generation = 0;
 Result<std::unique_ptr<BufferPool>> MakeRing(const RingKey& key) {
   const size_t buffer_count = key.ring_bytes / key.chunk_bytes;
   if (key.device < 0) return BufferPool::Create(buffer_count, key.chunk_bytes);
-  Result<std::unique_ptr<DeviceStaging>> made =
-      DeviceStaging::Create(DeviceOf(key.device), buffer_count, key.chunk_bytes);
+  Result<Device*> device = Device::Get(key.device);
+  if (!device.ok()) return device.status();
+  Result<std::unique_ptr<DeviceStaging>> made = DeviceStaging::Create(*device.value(), buffer_count, key.chunk_bytes);
   if (!made.ok()) return made.status();
   const std::shared_ptr<DeviceStaging> staging = std::move(made).value();
   std::byte* memory = nullptr;  // the buffers are contiguous
@@ -41,7 +42,9 @@ Result<std::unique_ptr<BufferPool>> MakeRing(const RingKey& key) {
   return BufferPool::Over(memory, buffer_count, key.chunk_bytes, staging);
 }
 
-BufferPool& Ring(const RingKey& key) {
+// An error is raised by the caller, without the mutex: its constructor is Python code, in which another thread that
+// waits for the mutex may get the GIL.
+Result<BufferPool*> Ring(const RingKey& key) {
   if (g_ring_generation != ForkGeneration()) {
     g_ring_mutex = new std::mutex;  // a parent's thread may hold the old one; the child has one thread now
     g_rings = new Rings;
@@ -52,13 +55,12 @@ BufferPool& Ring(const RingKey& key) {
   if (ring == nullptr) {
     Result<std::unique_ptr<BufferPool>> made = MakeRing(key);
     if (!made.ok()) {
-      Throw(Status::Error(made.status().code(),
-                          made.status().message() + "; set FASTPERSIST_RING_BYTES for a smaller one"),
-            "");
+      return Status::Error(made.status().code(),
+                           made.status().message() + "; set FASTPERSIST_RING_BYTES for a smaller one");
     }
     ring = std::move(made).value().release();
   }
-  return *ring;
+  return ring;
 }
 
 template <class Count>
@@ -93,8 +95,10 @@ OpenTransfer::OpenTransfer(const TransferOptions& options) : open_count_(OfThisT
     own_buffers_ = std::move(made).value();
     buffers_ = own_buffers_.get();
   } else {
-    buffers_ = &Ring({options.ring_bytes, options.chunk_bytes, options.ring_device.value_or(-1)});
     if (options.ring_device.has_value()) ring_device_ = &DeviceOf(*options.ring_device);
+    Result<BufferPool*> ring = Ring({options.ring_bytes, options.chunk_bytes, options.ring_device.value_or(-1)});
+    ThrowIfError(ring.status(), "");
+    buffers_ = ring.value();
   }
   ++*open_count_;
 }

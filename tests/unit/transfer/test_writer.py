@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,31 @@ def test_exception_in_a_hook_comes_out_as_it_is(
     raised.__traceback__ = None
     gc.collect()
     assert_ring_is_free()
+
+
+@in_child({})
+def test_error_of_a_ring_without_memory_is_made_while_other_threads_may_use_rings(
+    open_file: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+
+    class Probing(StorageError):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            counts.append(_native.ring_buffer_count())  # as another thread, which may get the GIL here
+
+    monkeypatch.setattr("fastpersist.errors.StorageError", Probing)
+    options = _native.TransferOptions(
+        fd=open_file(),
+        path="file.bin",
+        engines=["threads-buffered"],
+        ring_bytes=1 << 60,
+        chunk_bytes=1 << 20,
+        queue_depth=2,
+    )
+    with pytest.raises(Probing, match="FASTPERSIST_RING_BYTES"):
+        _native.FileWriter(options)
+    assert counts == [0]
 
 
 # --- memory that only torch can copy
