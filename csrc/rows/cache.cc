@@ -103,7 +103,9 @@ void RowCache::EndUse(uint32_t slot, uint32_t batch) const {
 }
 
 uint16_t RowCache::BeginHold() {
-  holds_.push_back(++last_hold_);
+  // Where the oldest one has seen all numbers begin, this one shares the newest number: one more would be the oldest's.
+  if (holds_.empty() || SinceFirst(last_hold_) < UINT16_MAX) ++last_hold_;
+  holds_.push_back(last_hold_);
   return last_hold_;
 }
 

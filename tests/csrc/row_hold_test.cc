@@ -115,6 +115,19 @@ void NumbersOfHoldsMayBeginAgain() {
   }
 }
 
+// As where one device stands still while others go on.
+void AHoldOutlastsAllNumbers() {
+  FullCache cache;
+  const uint16_t first = cache->BeginHold();
+  cache->EndHold(cache->BeginHold());
+  cache.Hold(0, 20);
+  for (int i = 0; i < 65'535; ++i) cache->EndHold(cache->BeginHold());
+  EXPECT(cache.CountAfterOthers() >= 20);
+  for (uint64_t row = 0; row < 20; ++row) EXPECT(cache->Find(row) == row);
+  cache->EndHold(first);
+  EXPECT(cache.CountAfterOthers() == 0);
+}
+
 void ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded() {
   FullCache cache;
   const uint16_t hold = cache->BeginHold();
@@ -259,11 +272,12 @@ void OtherThreadsGoOnWithWhatIsPinnedSoFar() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv,
-             {TEST(HeldRowsStayAndOthersGo), TEST(ACacheThatIsHeldAsAWholeTakesNoRows),
-              TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld), TEST(HoldsMayOverlapAndEndInAnyOrder),
-              TEST(NumbersOfHoldsMayBeginAgain), TEST(ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded),
-              TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed), TEST(RowsThatAreTakenComeAboutInTheOrderOfTheirSlots),
-              TEST(AnErrorOfWhoTakesThemEndsAHold), TEST(MemoryIsPinnedAsItFills),
-              TEST(OtherThreadsGoOnWithWhatIsPinnedSoFar)});
+  return Run(
+      argc, argv,
+      {TEST(HeldRowsStayAndOthersGo), TEST(ACacheThatIsHeldAsAWholeTakesNoRows),
+       TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld), TEST(HoldsMayOverlapAndEndInAnyOrder),
+       TEST(NumbersOfHoldsMayBeginAgain), TEST(AHoldOutlastsAllNumbers),
+       TEST(ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded), TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed),
+       TEST(RowsThatAreTakenComeAboutInTheOrderOfTheirSlots), TEST(AnErrorOfWhoTakesThemEndsAHold),
+       TEST(MemoryIsPinnedAsItFills), TEST(OtherThreadsGoOnWithWhatIsPinnedSoFar)});
 }
