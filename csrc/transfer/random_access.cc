@@ -101,7 +101,7 @@ Result<std::unique_ptr<RandomAccess>> RandomAccess::Open(RandomAccessOptions opt
   std::unique_ptr<RandomAccess> file(new RandomAccess(std::move(options)));
   const RandomAccessOptions& own = file->options_;
   // The device's blocks may be larger than the chunks of the options.
-  const uint64_t chunk_bytes = std::max<uint64_t>(own.chunk_bytes, file->limits_.offset_alignment_bytes);
+  const uint64_t chunk_bytes = std::max(own.chunk_bytes, BlockBytesOf(file->limits_));
   Result<std::unique_ptr<Wakeup>> wakeup = Wakeup::Create();
   if (!wakeup.ok()) return wakeup.status();
   PumpOptions pump_options{.engines = own.engines,
