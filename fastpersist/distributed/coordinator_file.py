@@ -14,10 +14,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from fastpersist import _native
+from fastpersist.cached import cached_property
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.file_agreement import agree_on_plans, ask, gather_done, tell_go
 from fastpersist.distributed.messages import checking

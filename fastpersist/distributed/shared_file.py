@@ -23,12 +23,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from fastpersist import _native
+from fastpersist.cached import cached_property
 from fastpersist.distributed.node_local.copies import rest_of
 from fastpersist.distributed.node_local.detection import Stores
 from fastpersist.distributed.partition import interior_of, shard_of

@@ -15,9 +15,9 @@ import stat
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import BinaryIO
 
+from fastpersist.cached import cached_property
 from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.errors import CheckpointNotFoundError, FastPersistError, FormatError, StorageError, UnsupportedError

@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from fastpersist import _native
+from fastpersist.cached import cached_property
 from fastpersist.errors import ConfigError
 from fastpersist.saving.sources import Holders
 
@@ -78,7 +79,7 @@ class TensorsOfOwner:
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
 
-    @functools.cached_property
+    @cached_property
     def held(self) -> list[int]:
         """The key of each storage (`storage_key`); not one for each tensor: a tensor may have none, or several."""
         return list(_held_by(self.tensors).held)
