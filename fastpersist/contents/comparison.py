@@ -39,7 +39,8 @@ class TensorDifference:
         differing_count: Elements whose bits differ. Only these are counted in what follows.
         max_abs: The largest |a - b| of two finite elements, in single precision or their own; 0 for a dtype that torch
             cannot calculate with.
-        max_rel: The largest |a - b| / max(|a|, |b|) of two finite elements.
+        max_rel: The largest |a - b| / max(|a|, |b|) of two finite elements; subnormal numbers count as the smallest
+            normal one below the line.
         nan_counts: How many are NaN in A, and in B.
         inf_counts: How many are infinite in A, and in B.
     """
@@ -77,23 +78,27 @@ class TensorDifference:
         if not count or not can_be_widened(self.dtype):
             return
         first, second = _wide(ours), _wide(theirs)
-        if not self._measure(first, second):
+        tiny = torch.finfo(first.dtype).tiny
+        if not self._measure(first, second, tiny):
             first, second = first[differ != 0], second[differ != 0]
             self.nan_counts = (self.nan_counts[0] + _count(first.isnan()), self.nan_counts[1] + _count(second.isnan()))
             self.inf_counts = (self.inf_counts[0] + _count(first.isinf()), self.inf_counts[1] + _count(second.isinf()))
             finite = first.isfinite() & second.isfinite()
             if bool(finite.any()):
-                self._measure(first[finite].to(_widest(first)), second[finite].to(_widest(first)))
+                self._measure(first[finite].to(_widest(first)), second[finite].to(_widest(first)), tiny)
 
-    def _measure(self, first: torch.Tensor, second: torch.Tensor) -> bool:
-        """Note the largest differences, unless some of them are not finite: return whether none is."""
+    def _measure(self, first: torch.Tensor, second: torch.Tensor, tiny: float) -> bool:
+        """Note the largest differences, unless some of them are not finite: return whether none is.
+
+        Relative is to the larger value, or to `tiny` if that is smaller.
+        """
         gap = (first - second).abs()
         largest = float(gap.amax())  # which takes half the time of max()
         if not math.isfinite(largest):
             return False
         self.max_abs = max(self.max_abs, largest)
         # Two zeros are 0 apart, and 0 / 0 would be no number.
-        scale = torch.maximum(first.abs(), second.abs()).clamp_min_(torch.finfo(gap.dtype).tiny)
+        scale = torch.maximum(first.abs(), second.abs()).clamp_min_(tiny)
         self.max_rel = max(self.max_rel, float(gap.div_(scale).amax()))
         return True
 

@@ -85,6 +85,16 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert (one.differing_count, one.max_abs, one.max_rel) == (1, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32], ids=str)
+@pytest.mark.parametrize("others", [(1.0, 1.0), (math.inf, 1.0)])
+def test_subnormal_numbers_differ_relative_to_the_smallest_normal_one(
+    dtype: torch.dtype, others: tuple[float, float]
+) -> None:
+    difference = TensorDifference("w", dtype, (2,))
+    difference.add(*(torch.tensor([x, other], dtype=dtype) for x, other in zip((1e-39, -1e-39), others, strict=True)))
+    assert difference.max_rel == pytest.approx(2e-39 / torch.finfo(dtype).tiny)
+
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SPECIAL = [
     math.nan,
