@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
-__all__ = ["duration_text", "html_table", "html_text", "printable", "rate_text", "size_text", "time_text"]
+__all__ = ["count_text", "duration_text", "html_table", "html_text", "printable", "rate_text", "size_text", "time_text"]
 
 _ROWS_MAX = 30  # what one looks through in a notebook; the object has all of them
 _TEXT_MAX = 400  # a name longer than this would hide the others
@@ -36,6 +36,14 @@ def html_text(text: str) -> str:
     if len(text) > _TEXT_MAX:
         text = text[:_TEXT_MAX] + "…"
     return html.escape(printable(text))
+
+
+def count_text(count: int, noun: str) -> str:
+    """Count things: "1 tensor", "2 tensors".
+
+    Thread safety: pure.
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def size_text(size_bytes: int) -> str:

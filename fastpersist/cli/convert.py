@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fastpersist.cli.terminal import EXIT_GOOD, bytes_bar, printable, size_text
+from fastpersist.cli.terminal import EXIT_GOOD, bytes_bar, count_text, printable, size_text
 
 __all__ = ["add_parser", "run"]
 
@@ -96,12 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
             report = convert(contents, arguments.b, wish, engine=arguments.engine, on_read=bar.update)
     if arguments.quiet:
         return EXIT_GOOD
-    files = "" if wish.shard_bytes is None else f" in {report.file_count} files"
+    files = "" if wish.shard_bytes is None else f" in {count_text(report.file_count, 'file')}"
     print(
-        f"{printable(report.path)}: {report.tensor_count} tensors, {size_text(report.size_bytes)}{files} "
+        f"{printable(report.path)}: {count_text(report.tensor_count, 'tensor')}, {size_text(report.size_bytes)}{files} "
         f"in {report.total_s:.2f} s; {report.checked_count} compared with CRCs of the source"
     )
     if dropped := report.dropped_values:
         shown = ", ".join(map(printable, dropped[:_SHOWN_COUNT])) + (", …" if len(dropped) > _SHOWN_COUNT else "")
-        print(f"left out, since they are no tensors: {len(dropped)} values ({shown})")
+        print(f"left out, since they are no tensors: {count_text(len(dropped), 'value')} ({shown})")
     return EXIT_GOOD

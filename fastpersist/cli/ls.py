@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastpersist.cli.inspect import tensor_as_json
-from fastpersist.cli.terminal import EXIT_GOOD, EXIT_USAGE, print_error, print_table, printable, shape_text, size_text
+from fastpersist.cli.terminal import (
+    EXIT_GOOD,
+    EXIT_USAGE,
+    count_text,
+    print_error,
+    print_table,
+    printable,
+    shape_text,
+    size_text,
+)
 from fastpersist.formats.names import is_wanted
 
 if TYPE_CHECKING:
@@ -66,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         content = {"path": arguments.path, "tensor_count": len(tensors), "size_bytes": size_bytes, "tensors": listed}
         print(json.dumps(content, indent=2))
         return EXIT_GOOD
-    print(f"{printable(arguments.path)}: {_count_text(len(tensors))}, {size_text(size_bytes)}")
+    print(f"{printable(arguments.path)}: {count_text(len(tensors), 'tensor')}, {size_text(size_bytes)}")
     if arguments.tree:
         print()
         _print_tree(tensors, in_directory=in_directory)
@@ -117,10 +126,6 @@ def _entries(path: str) -> tuple[Sequence[TensorEntry], bool]:
         ], True
 
 
-def _count_text(count: int) -> str:
-    return "1 tensor" if count == 1 else f"{count} tensors"
-
-
 # --- tree
 
 
@@ -158,7 +163,7 @@ def _lines(node: _Node, indent: str) -> list[tuple[str, str, str, str]]:
         is_last = position == len(node.below) - 1
         name = f"{indent}{'└─ ' if is_last else '├─ '}{printable(part.removeprefix('.'))}"
         if child.tensor is None:
-            lines.append((name, _count_text(child.count), "", size_text(child.size_bytes)))
+            lines.append((name, count_text(child.count, "tensor"), "", size_text(child.size_bytes)))
         else:
             tensor = child.tensor
             lines.append((name, printable(tensor.dtype), shape_text(tensor.shape), size_text(child.size_bytes)))

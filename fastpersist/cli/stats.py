@@ -11,6 +11,7 @@ from fastpersist.cli.terminal import (
     EXIT_GOOD,
     EXIT_USAGE,
     bytes_bar,
+    count_text,
     print_error,
     print_table,
     printable,
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         content = {"path": arguments.path, "tensors": [_as_json(one) for one in found], "unreadable": unreadable}
         print(json.dumps(content, indent=2))
         return EXIT_GOOD
-    print(f"{printable(arguments.path)}: {len(found)} tensors, {size_text(total_bytes)}")
+    print(f"{printable(arguments.path)}: {count_text(len(found), 'tensor')}, {size_text(total_bytes)}")
     if found:
         headers = ("tensor", "dtype", "shape", "min", "max", "mean", "norm", "NaN", "Inf")
         print_table(headers, ["left"] * 3 + ["right"] * 6, [_row(one) for one in found])

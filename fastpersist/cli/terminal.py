@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fastpersist.display import printable, size_text
+from fastpersist.display import count_text, printable, size_text
 from fastpersist.errors import CorruptionError, FastPersistError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "EXIT_USAGE",
     "HelpFormatter",
     "bytes_bar",
+    "count_text",
     "examples_text",
     "has_rich",
     "print_error",

@@ -71,7 +71,10 @@ def tell_free(error: BaseException, hint: str = "") -> None:
             free_bytes = room.f_bavail * room.f_frsize
             free = f"{free_bytes / 1e9:.2f} GB" if free_bytes >= 1e9 else f"{free_bytes / 1e6:.2f} MB"
             no_names = room.f_files > 0 and room.f_favail == 0
-            said.append(f"no more files can be made there, {free} are free" if no_names else f"{free} are free there")
+            if no_names:
+                said.append(f"no more files can be made there, {free} are free")
+            else:
+                said.append(f"{free} are free there, now that the unfinished files are removed")
     error.args = (error.errno, "; ".join([*said, *([hint] if hint else [])]))
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from fastpersist.display import duration_text, html_table, html_text, printable, rate_text, size_text, time_text
+from fastpersist.display import (
+    count_text,
+    duration_text,
+    html_table,
+    html_text,
+    printable,
+    rate_text,
+    size_text,
+    time_text,
+)
 
 
 def test_printable_escapes_what_would_command_a_terminal() -> None:
@@ -25,6 +34,10 @@ def test_html_text_cuts_what_would_hide_the_rest() -> None:
 )
 def test_sizes_are_decimal(size_bytes: int, said: str) -> None:
     assert size_text(size_bytes) == said
+
+
+def test_one_thing_is_singular() -> None:
+    assert [count_text(count, "tensor") for count in (0, 1, 2)] == ["0 tensors", "1 tensor", "2 tensors"]
 
 
 @pytest.mark.parametrize(
