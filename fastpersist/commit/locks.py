@@ -290,7 +290,7 @@ def _await_writing_threads() -> None:
     """Wait a while until threads that have finished a save have ended: they hold its Checkpointer until then."""
     deadline_s = time.monotonic() + _ENDING_S
     for thread in threading.enumerate():
-        if thread.name in _WRITING_THREADS and thread is not threading.current_thread():
+        if thread.name in _WRITING_THREADS and thread.is_alive() and thread is not threading.current_thread():
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
 

@@ -100,6 +100,15 @@ def test_a_thread_that_has_finished_a_save_does_not_keep_the_root(
     assert checkpoints.steps() == [1, 2]
 
 
+def test_a_thread_that_is_only_being_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = threading.Thread(name="fastpersist-save")  # of a save to another root
+    monkeypatch.setitem(threading._limbo, starting, starting)  # type: ignore[attr-defined]
+    with fp.Checkpointer(tmp_path / "run") as first:
+        first.save(1, {}).result()
+        with pytest.raises(fp.ConfigError, match="only one Checkpointer"):
+            fp.Checkpointer(tmp_path / "run").save(2, {})
+
+
 def test_lock_that_this_process_has_lost_is_taken_again(tmp_path: Path) -> None:
     checkpointer = fp.Checkpointer(tmp_path / "run")
     checkpointer.save(1, STATE).result()
