@@ -93,7 +93,7 @@ def fill_target(source: CheckpointSource, wanted: Wanted, *, verify: bool, engin
     held = _with_extra_states(source, structure, wanted, engine, read)
     read(source.fd, source.path, Extents(), engine=engine)  # raises if another rank has failed so far
     _fill([(source, pairs)], engine, read)
-    _load_states(source.path, modules, held)
+    _load_states(source.path, modules, held, strict=wanted.strict)
     return keys
 
 
@@ -120,7 +120,7 @@ def fill_from_directory(
         for pair in pairs:
             parts[number_of[id(pair.stored)]][1].append(pair)
         _fill(parts, engine, read_extents)
-        _load_states(path, modules, {})
+        _load_states(path, modules, {}, strict=wanted.strict)
         return keys, size_bytes
 
 
@@ -266,13 +266,14 @@ class _Module:
     filled: dict[str, torch.Tensor]
 
 
-def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Let modules take their filled tensors, which are mostly their own, and extra state, as from any state_dict.
+def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mapping[Any, Any]], *, strict: bool) -> None:
+    """Let modules take their filled tensors, which are mostly their own, and all that is no tensor in the file.
 
     Args:
         path: For messages.
         modules: The modules.
         held: What the file has for them, by name.
+        strict: Filled tensors that a module passes over are an error: its own may lie elsewhere.
 
     Raises:
         ConfigError: A module has refused it; the message says what is partly overwritten.
@@ -280,11 +281,17 @@ def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mappi
 
     def load(one: _Module, _: object) -> None:
         in_file = held.get(one.name, {})
-        extra = {key: value for key, value in in_file.items() if is_extra_state(key)}
-        state: Any = OrderedDict({**one.filled, **extra})
+        state: Any = OrderedDict(
+            (key, value) for key, value in in_file.items() if is_extra_state(key) or not list(tensors_in(value))
+        )
+        for key, tensor in one.filled.items():  # hooks may compute with them, as with those of a file
+            state[key] = tensor.detach() if tensor.requires_grad else tensor
         if hasattr(in_file, "_metadata"):
             state._metadata = in_file._metadata  # versions
-        one.module.load_state_dict(state, strict=False)
+        passed_over = one.module.load_state_dict(state, strict=False)
+        lost = [key for key in getattr(passed_over, "unexpected_keys", ()) if key in one.filled]
+        if lost and strict:
+            raise ValueError(f"load_state_dict takes no {', '.join(lost)}")
 
     with TargetChange(path) as change:
         steps = [

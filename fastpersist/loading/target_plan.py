@@ -154,6 +154,9 @@ class Plan(TargetWalk):
             known = copy.copy(loaded)  # of an OrderedDict, with its _metadata
             for key in unexpected:
                 del known[key]
+            for key, tensor in state.items():
+                if known.get(key) is tensor and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    known[key] = tensor.detach()  # hooks may compute with it, as with that of a file
             module.load_state_dict(known, strict=self.strict)
 
         self._add_step(MODULES, path, name, value, load)

@@ -210,6 +210,52 @@ def test_hooks_of_a_module_run_as_in_load_state_dict(makes_tensors: bool, suffix
     assert target.versions == stock.versions
 
 
+class Counting(torch.nn.Linear):
+    """A module with a plain value in its state_dict."""
+
+    count = 0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = self.count
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        self.count = state_dict.pop(f"{prefix}count")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def test_plain_values_of_a_module_come_as_in_load_state_dict(tmp_path: Path) -> None:
+    source, target = torch.nn.Sequential(Counting(2, 2)), torch.nn.Sequential(Counting(2, 2))
+    source[0].count = 3
+    fp.save(source.state_dict(), tmp_path / "model.pt")
+    fp.load_into(tmp_path / "model.pt", target)
+    assert target[0].count == 3
+    assert_same(target.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("more", [{}, {"step": 0}], ids=["tensors", "tensors and values"])
+def test_hooks_may_compute_in_place_and_with_numpy(more: dict[str, int], tmp_path: Path) -> None:
+    def change(_: Any, state: Any, prefix: str, *__: Any) -> None:
+        state[f"{prefix}weight"].mul_(2)
+        state[f"{prefix}bias"] = torch.from_numpy(state[f"{prefix}bias"].numpy() * 2)
+
+    source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    target.register_load_state_dict_pre_hook(change)
+    fp.save({"model": source.state_dict(), **more}, tmp_path / "model.pt")
+    fp.load_into(tmp_path / "model.pt", {"model": target, **more})
+    assert torch.equal(target.weight, source.weight * 2)
+    assert torch.equal(target.bias, source.bias * 2)
+
+
+def test_tensor_that_a_module_saves_and_does_not_take_is_refused(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}norm": torch.ones(1)}))
+    fp.save(module.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(fp.ConfigError, match="load_state_dict takes no norm; partly overwritten"):
+        fp.load_into(tmp_path / "model.pt", module)
+    fp.load_into(tmp_path / "model.pt", module, strict=False)
+
+
 def test_error_of_a_hook_says_what_is_partly_overwritten(tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("not today")
