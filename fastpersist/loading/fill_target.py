@@ -308,11 +308,17 @@ def _is_full(module: torch.nn.Module, filled: Mapping[str, torch.Tensor]) -> boo
     return all(id(tensor) in own for tensor in filled.values()) and all(map(_has_stock_load, module.modules()))
 
 
+_STOCK_LOADS: Final = (
+    torch.nn.Module._load_from_state_dict,
+    torch.nn.BatchNorm1d._load_from_state_dict,  # for a file without num_batches_tracked, it keeps that of the module
+)
+
+
 def _has_stock_load(module: torch.nn.Module) -> bool:
     stock, kind = torch.nn.Module, type(module)
     return (
         kind.load_state_dict is stock.load_state_dict
-        and kind._load_from_state_dict is stock._load_from_state_dict
+        and kind._load_from_state_dict in _STOCK_LOADS
         and kind.set_extra_state is stock.set_extra_state
         and not module._load_state_dict_pre_hooks
         and not module._load_state_dict_post_hooks

@@ -256,6 +256,19 @@ def test_tensor_that_a_module_saves_and_does_not_take_is_refused(tmp_path: Path)
     fp.load_into(tmp_path / "model.pt", module, strict=False)
 
 
+def test_module_with_batch_norms_is_not_looked_through_name_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
+    source[1].running_mean += 1
+    fp.save(source.state_dict(), tmp_path / "model.pt")
+    calls: list[object] = []
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: calls.append(None))
+    fp.load_into(tmp_path / "model.pt", target)
+    assert not calls
+    assert_same(target.state_dict(), source.state_dict())
+
+
 def test_error_of_a_hook_says_what_is_partly_overwritten(tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("not today")
