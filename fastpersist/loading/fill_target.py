@@ -29,6 +29,8 @@ from fastpersist.loading.targets import (
     IncompatibleKeys,
     Step,
     TargetChange,
+    as_loaded,
+    has_stock_load,
     is_extra_state,
     joined_name,
     refuse_misfit,
@@ -284,8 +286,7 @@ def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mappi
         state: Any = OrderedDict(
             (key, value) for key, value in in_file.items() if is_extra_state(key) or not list(tensors_in(value))
         )
-        for key, tensor in one.filled.items():  # hooks may compute with them, as with those of a file
-            state[key] = tensor.detach() if tensor.requires_grad else tensor
+        state.update(as_loaded(one.module, one.filled))
         if hasattr(in_file, "_metadata"):
             state._metadata = in_file._metadata  # versions
         passed_over = one.module.load_state_dict(state, strict=False)
@@ -305,24 +306,7 @@ def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mappi
 def _is_full(module: torch.nn.Module, filled: Mapping[str, torch.Tensor]) -> bool:
     """Tell whether load_state_dict would only copy filled tensors onto themselves, which it does slowly."""
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    return all(id(tensor) in own for tensor in filled.values()) and all(map(_has_stock_load, module.modules()))
-
-
-_STOCK_LOADS: Final = (
-    torch.nn.Module._load_from_state_dict,
-    torch.nn.BatchNorm1d._load_from_state_dict,  # for a file without num_batches_tracked, it keeps that of the module
-)
-
-
-def _has_stock_load(module: torch.nn.Module) -> bool:
-    stock, kind = torch.nn.Module, type(module)
-    return (
-        kind.load_state_dict is stock.load_state_dict
-        and kind._load_from_state_dict in _STOCK_LOADS
-        and kind.set_extra_state is stock.set_extra_state
-        and not module._load_state_dict_pre_hooks
-        and not module._load_state_dict_post_hooks
-    )
+    return all(id(tensor) in own for tensor in filled.values()) and has_stock_load(module)
 
 
 def _with_extra_states(

@@ -32,6 +32,7 @@ from fastpersist.loading.targets import (
     SCALAR_KEYS,
     Path,
     TargetWalk,
+    as_loaded,
     held_item,
     is_extra_state,
     joined_name,
@@ -154,9 +155,8 @@ class Plan(TargetWalk):
             known = copy.copy(loaded)  # of an OrderedDict, with its _metadata
             for key in unexpected:
                 del known[key]
-            for key, tensor in state.items():
-                if known.get(key) is tensor and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    known[key] = tensor.detach()  # hooks may compute with it, as with that of a file
+            filled = {key: tensor for key, tensor in state.items() if id(tensor) in live and known.get(key) is tensor}
+            known.update(as_loaded(module, filled))
             module.load_state_dict(known, strict=self.strict)
 
         self._add_step(MODULES, path, name, value, load)

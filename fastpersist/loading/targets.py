@@ -35,6 +35,8 @@ __all__ = [
     "Step",
     "TargetChange",
     "TargetWalk",
+    "as_loaded",
+    "has_stock_load",
     "held_item",
     "is_extra_state",
     "joined_name",
@@ -404,6 +406,41 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
         elif isinstance(item, (Mapping, list, tuple, set, frozenset)) and id(item) not in seen:
             seen.add(id(item))
             stack.extend(item.values() if isinstance(item, Mapping) else item)
+
+
+# --------------------------------------------------------------------------------------------- modules
+
+_STOCK_LOADS = (
+    torch.nn.Module._load_from_state_dict,
+    torch.nn.BatchNorm1d._load_from_state_dict,  # for a file without num_batches_tracked, it keeps that of the module
+)
+
+
+def has_stock_load(module: torch.nn.Module) -> bool:
+    """Tell whether load_state_dict only copies tensors."""
+    stock = torch.nn.Module
+    return all(
+        type(one).load_state_dict is stock.load_state_dict
+        and type(one)._load_from_state_dict in _STOCK_LOADS
+        and type(one).set_extra_state is stock.set_extra_state
+        and not one._load_state_dict_pre_hooks
+        and not one._load_state_dict_post_hooks
+        for one in module.modules()
+    )
+
+
+def as_loaded(module: torch.nn.Module, filled: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a module's filled tensors as hooks of its load_state_dict expect them: they may compute with each."""
+    found = dict(filled)
+    if not has_stock_load(module):
+        seen: set[int] = set()
+        for key, tensor in filled.items():
+            if id(tensor) in seen:  # tied: when this name's turn comes, the first one's hook has changed the memory
+                found[key] = tensor.detach().clone()
+            elif tensor.requires_grad:
+                found[key] = tensor.detach()
+            seen.add(id(tensor))
+    return found
 
 
 # --------------------------------------------------------------------------------------------- optimizers

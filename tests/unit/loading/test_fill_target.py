@@ -176,7 +176,7 @@ def test_extra_state_that_only_one_side_has_is_refused_as_by_load_state_dict(tmp
 # --- hooks
 
 
-def double(_: Any, state: Any, prefix: str, __: Any) -> None:
+def double(_: Any, state: Any, prefix: str, *__: Any) -> None:
     state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
 
@@ -245,6 +245,15 @@ def test_hooks_may_compute_in_place_and_with_numpy(more: dict[str, int], tmp_pat
     fp.load_into(tmp_path / "model.pt", {"model": target, **more})
     assert torch.equal(target.weight, source.weight * 2)
     assert torch.equal(target.bias, source.bias * 2)
+
+
+@pytest.mark.parametrize("more", [{}, {"step": 0}], ids=["tensors", "tensors and values"])
+def test_hooks_of_a_shared_module_see_what_is_in_the_file_each_time(more: dict[str, int], tmp_path: Path) -> None:
+    source, target = (torch.nn.Sequential(shared, shared) for shared in (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    target[0].register_load_state_dict_pre_hook(double)
+    fp.save({"model": source.state_dict(), **more}, tmp_path / "model.pt")
+    fp.load_into(tmp_path / "model.pt", {"model": target, **more})
+    assert torch.equal(target[0].weight, source[0].weight * 2)
 
 
 def test_tensor_that_a_module_saves_and_does_not_take_is_refused(tmp_path: Path) -> None:
