@@ -12,6 +12,7 @@
 #include "core/alignment.h"
 #include "core/check.h"
 #include "core/memory.h"
+#include "core/parallel.h"
 #include "core/thread.h"
 
 namespace fastpersist {
@@ -28,7 +29,7 @@ constexpr size_t kTouchedBytesMin = size_t{1} << 20;
 // From here on malloc maps memory anew for each result, whose pages the kernel has to find; smaller results come from
 // pages that were used before.
 constexpr size_t kOwnMappingBytesMin = size_t{32} << 20;
-constexpr size_t kBytesPerThread = size_t{1} << 20;     // of copies that are worth a thread
+constexpr size_t kPartBytes = size_t{256} << 10;        // of rows that a thread copies before it takes more
 constexpr size_t kIdsPerThread = size_t{1} << 14;       // of look-ups that are worth one
 constexpr size_t kHeldAtFirst = size_t{1} << 11;        // ids whose rows are held before they are taken
 constexpr size_t kHeldAtOnce = size_t{1} << 14;         // later
@@ -227,40 +228,29 @@ void RowStore::TouchAhead(std::span<std::byte> result) {
   Populate(result.subspan(before_bytes, AlignDown(result.size() - before_bytes, page_bytes)));
 }
 
-// Calls `share(ids, first, found)` for parts of the ids, each in a thread of its own, with the index of the part's
-// first id; returns what the calls have found, in the order of the parts.
+// Calls `share(ids, first, found)` for parts of the ids, with the index of the part's first id; each thread takes the
+// next part when it has done one. Returns what the calls have found, in the order of the parts.
 template <class Found, class Share>
-std::vector<Found> RowStore::InShares(std::span<const int64_t> ids, size_t thread_count, Share share) {
-  std::vector<std::vector<Found>> found(std::max<size_t>(thread_count, 1));
-  if (thread_count <= 1) {
-    share(ids, 0, found.front());
-    return std::move(found.front());
-  }
-  std::vector<pthread_t> threads(thread_count);
-  std::vector<bool> started(thread_count);
-  const auto run = [&](size_t i) {
-    const size_t from = ids.size() * i / thread_count;
-    const size_t until = ids.size() * (i + 1) / thread_count;
-    share(ids.subspan(from, until - from), from, found[i]);
-  };
-  for (size_t i = 1; i < thread_count; ++i) {
-    started[i] = StartThread(threads[i], "fastpersist-row", [&run, i] { run(i); }) == 0;
-  }
-  for (size_t i = 0; i < thread_count; ++i) {
-    if (!started[i]) run(i);
-  }
-  for (size_t i = 1; i < thread_count; ++i) {
-    if (started[i]) pthread_join(threads[i], nullptr);
-    found[0].insert(found[0].end(), found[i].begin(), found[i].end());
-  }
+std::vector<Found> RowStore::InShares(std::span<const int64_t> ids, size_t part_count, Share share) {
+  std::vector<std::vector<Found>> found(std::max<size_t>(part_count, 1));
+  std::atomic<size_t> next_part = 0;
+  RunInParallel(found.size() == 1 ? 1 : options_.copy_thread_count, [&] {
+    for (size_t part = next_part++; part < found.size(); part = next_part++) {
+      const size_t from = ids.size() * part / found.size();
+      const size_t until = ids.size() * (part + 1) / found.size();
+      share(ids.subspan(from, until - from), from, found[part]);
+    }
+  });
+  for (size_t i = 1; i < found.size(); ++i) found[0].insert(found[0].end(), found[i].begin(), found[i].end());
   return std::move(found[0]);
 }
 
 // Copy the cached rows; returns the others. Of a request to keep rows, those that are not kept yet are among the
 // others: Plan keeps them, under the exclusive lock.
 std::vector<RowWant> RowStore::CopyHits(std::span<const int64_t> ids, RowRequest& request) {
-  const size_t worth = stats().cached_count == 0 ? 1 : ids.size() * table_.row_bytes() / kBytesPerThread;
-  return InShares<RowWant>(ids, std::min<size_t>(options_.copy_thread_count, worth),
+  const size_t part_count =
+      stats().cached_count == 0 ? 1 : AlignUp(ids.size() * table_.row_bytes(), kPartBytes) / kPartBytes;
+  return InShares<RowWant>(ids, part_count,
                            [&](std::span<const int64_t> some, size_t first, std::vector<RowWant>& missing) {
                              CopyHitsOf(some, first, request, missing);
                            });
@@ -336,12 +326,12 @@ uint16_t RowStore::BeginHold(uint32_t batch) {
 
 Result<std::vector<int64_t>> RowStore::Hold(std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count,
                                             int32_t* slots, int32_t* places, const TakeHeld& take) {
-  const size_t thread_count = std::min<size_t>(options_.copy_thread_count, ids.size() / kIdsPerThread);
+  const size_t part_count = std::min<size_t>(options_.copy_thread_count, ids.size() / kIdsPerThread);
   std::mutex failure_mutex;
   Status failure;
   std::atomic<bool> has_failed = false;
   std::vector<int64_t> missing = InShares<int64_t>(
-      ids, thread_count, [&](std::span<const int64_t> some, size_t first, std::vector<int64_t>& missing_of) {
+      ids, part_count, [&](std::span<const int64_t> some, size_t first, std::vector<int64_t>& missing_of) {
         std::vector<Held> held;
         // Few at first, so that who takes them begins soon.
         for (size_t from = 0, count = kHeldAtFirst; from < some.size() && !has_failed;

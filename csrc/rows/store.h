@@ -154,7 +154,7 @@ class RowStore {
                  std::vector<Held>& held, std::vector<int64_t>& missing);
   void OrderBySlot(std::span<const Held> held, int32_t* slots, int32_t* places) const;
   template <class Found, class Share>
-  static std::vector<Found> InShares(std::span<const int64_t> ids, size_t thread_count, Share share);
+  std::vector<Found> InShares(std::span<const int64_t> ids, size_t part_count, Share share);
   std::vector<RowWant> CopyHits(std::span<const int64_t> ids, RowRequest& request);
   void CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest& request, std::vector<RowWant>& missing);
   void Plan(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> missing);

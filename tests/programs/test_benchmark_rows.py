@@ -98,6 +98,19 @@ def run(directory: Path, trace: Path, line: str) -> tuple[int, int]:
     return int(hits), int(asked)
 
 
+def test_cached_rows_are_gathered_beside_torch(tmp_path: Path) -> None:
+    report = tmp_path / "cached.json"
+    words = ["--table-bytes", "1000000", "--counts", "10", "1000", "--repeat", "2", "--json", report]
+    command = [sys.executable, SCRIPT.with_name("cached.py"), tmp_path, *words]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [line.split()[0] for line in said.splitlines()[-2:]] == ["10", "1,000"]
+    assert {count: len(seconds["ours"]) for count, seconds in json.loads(report.read_text())["seconds"].items()} == {
+        "10": 2,
+        "1000": 2,
+    }
+    assert list(tmp_path.iterdir()) == [report]
+
+
 def test_an_epoch_of_each_way_is_measured_and_only_the_graph_is_left(tmp_path: Path) -> None:
     pytest.importorskip("torch_geometric")
     words = [

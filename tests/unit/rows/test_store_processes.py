@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import threading
@@ -54,6 +55,29 @@ def test_a_child_opens_the_files_anew(path: Path, rows: torch.Tensor) -> None:
         run_in_child(work)
         assert torch.equal(store.gather(MANY), rows[MANY])
         assert store.stats().hit_count == len(MANY)
+
+
+@pytest.mark.skipif(torch.get_num_threads() == 1, reason="torch has one thread here")
+def test_a_child_of_a_parent_that_copies_in_threads_does_so_too(tmp_path: Path) -> None:
+    assert hasattr(ctypes.CDLL(None), "GOMP_parallel"), "torch's OpenMP is where csrc/core/parallel.cc looks for it"
+    rows = torch.arange(1 << 20).view(-1, 256)
+    write_rows(tmp_path / "wide.npy", rows)
+
+    def gather_cached(store: RowStore) -> None:
+        for _ in range(3):
+            assert torch.equal(store.gather(range(len(rows))), rows)
+        assert store.stats().hit_count == 2 * len(rows)
+
+    def work(_report: object) -> None:
+        torch.set_num_threads(thread_count)
+        with RowStore(tmp_path / "wide.npy", cache_bytes="16MiB") as store:
+            torch.set_num_threads(1)  # torch itself would wait for its parent's threads
+            gather_cached(store)
+
+    thread_count = torch.get_num_threads()
+    with RowStore(tmp_path / "wide.npy", cache_bytes="16MiB") as store:
+        gather_cached(store)
+    run_in_child(work)
 
 
 def test_a_child_may_be_forked_with_everything_under_way(path: Path, rows: torch.Tensor) -> None:

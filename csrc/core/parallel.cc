@@ -1,0 +1,44 @@
+#include "core/parallel.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <vector>
+
+#include "core/fork.h"
+#include "core/thread.h"
+
+namespace fastpersist {
+namespace {
+
+using Run = std::function<void()>;
+
+// What compilers call for `#pragma omp parallel`; LLVM's and Intel's OpenMP have it, too.
+using OpenMpParallel = void (*)(void (*run)(void*), void* argument, unsigned thread_count, unsigned flags);
+
+// torch loads its OpenMP with global symbols. To link one here would be a second team.
+OpenMpParallel FindOpenMp() { return reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel")); }
+
+void CallRun(void* run) { (*static_cast<const Run*>(run))(); }
+
+}  // namespace
+
+void RunInParallel(size_t thread_count, const Run& run) {
+  if (thread_count <= 1) return run();
+  static const OpenMpParallel open_mp = FindOpenMp();
+  if (open_mp != nullptr && ForkGeneration() == 0) {
+    // Always with all threads: a smaller team would end some of them, and torch's next operation start them again.
+    open_mp(CallRun, const_cast<Run*>(&run), static_cast<unsigned>(thread_count), /*flags=*/0);
+    return;
+  }
+  std::vector<pthread_t> started;
+  for (size_t i = 1; i < thread_count; ++i) {
+    pthread_t thread = {};
+    if (StartThread(thread, "fastpersist-par", run) != 0) break;
+    started.push_back(thread);
+  }
+  run();
+  for (const pthread_t thread : started) pthread_join(thread, nullptr);
+}
+
+}  // namespace fastpersist

@@ -1,0 +1,17 @@
+// Runs a function in several threads at once.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+namespace fastpersist {
+
+// Call `run` in this thread and in up to `thread_count` - 1 others at once; returns when all calls have returned. Each
+// call takes work until none is left: fewer threads may come, and late.
+//
+// The others are those of torch's OpenMP. After an operation of torch they spin for some milliseconds, so they come at
+// once, while threads of our own would share the processors with them. Where torch has no OpenMP, and in a forked
+// child, which lacks its parent's threads, they are started anew.
+void RunInParallel(size_t thread_count, const std::function<void()>& run);
+
+}  // namespace fastpersist
