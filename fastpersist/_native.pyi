@@ -58,7 +58,7 @@ class Snapshot:
     The caller keeps the memory of a source allocated until the writer has taken it, or close().
     """
 
-    def __init__(self, arena: Arena) -> None: ...
+    def __init__(self, arena: Arena, thread_count: int = 1) -> None: ...
     def add(
         self,
         addresses: Sequence[int],

@@ -453,11 +453,11 @@ PYBIND11_MODULE(_native, m) {
       .value("CONSTANT", SourceKind::kConstant);
 
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
-      .def(py::init([](std::shared_ptr<Arena> arena) {
+      .def(py::init([](std::shared_ptr<Arena> arena, size_t thread_count) {
              // Its destructor waits for the copies of devices if nobody has closed it.
-             return std::shared_ptr<Snapshot>(new Snapshot(std::move(arena)), DeleteWithoutGil<Snapshot>);
+             return std::shared_ptr<Snapshot>(new Snapshot(std::move(arena), thread_count), DeleteWithoutGil<Snapshot>);
            }),
-           py::arg("arena"))
+           py::arg("arena"), py::arg("thread_count") = 1)
       .def("add", &AddSources, py::arg("addresses"), py::arg("sizes"), py::arg("kinds"), py::arg("devices"))
       .def("narrow", &Snapshot::Narrow, py::arg("source"), py::arg("from_bytes"), py::arg("until_bytes"),
            py::call_guard<ReleasedGil>())

@@ -3,15 +3,22 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "core/fork.h"
+#include "core/memory.h"
 #include "core/thread.h"
 
 namespace fastpersist {
 namespace {
 
 using Run = std::function<void()>;
+
+// What a thread copies at a time: fresh memory of one page has to be cleared by one thread.
+constexpr size_t kCopiedBytes = kHugePageBytes;
 
 // What compilers call for `#pragma omp parallel`; LLVM's and Intel's OpenMP have it, too.
 using OpenMpParallel = void (*)(void (*run)(void*), void* argument, unsigned thread_count, unsigned flags);
@@ -39,6 +46,16 @@ void RunInParallel(size_t thread_count, const Run& run) {
   }
   run();
   for (const pthread_t thread : started) pthread_join(thread, nullptr);
+}
+
+void CopyInParallel(std::byte* target, const std::byte* source, size_t size_bytes, size_t thread_count) {
+  std::atomic<size_t> next_bytes = 0;
+  RunInParallel(size_bytes <= kCopiedBytes ? 1 : thread_count, [&] {
+    for (size_t from = next_bytes.fetch_add(kCopiedBytes); from < size_bytes;
+         from = next_bytes.fetch_add(kCopiedBytes)) {
+      std::memcpy(target + from, source + from, std::min(kCopiedBytes, size_bytes - from));
+    }
+  });
 }
 
 }  // namespace fastpersist

@@ -14,4 +14,7 @@ namespace fastpersist {
 // child, which lacks its parent's threads, they are started anew.
 void RunInParallel(size_t thread_count, const std::function<void()>& run);
 
+// Copy memory, a large one in several threads.
+void CopyInParallel(std::byte* target, const std::byte* source, size_t size_bytes, size_t thread_count);
+
 }  // namespace fastpersist

@@ -13,7 +13,9 @@ constexpr uint64_t kLeaseBytes = uint64_t{1} << 20;
 // A paced writer looks at the clock once per chunk of this size.
 constexpr uint64_t kPaceBytes = uint64_t{8} << 20;
 constexpr uint64_t kCacheLineBytes = 64;
-constexpr size_t kRunBlocks = 32;  // 64 MiB: the most that a device copies in one go
+// The most that is copied in one go: 64 MiB by a device, 16 MiB by threads, for which the writer may have to wait.
+constexpr size_t kDeviceRunBlocks = 32;
+constexpr size_t kHostRunBlocks = 8;
 
 }  // namespace
 
@@ -104,15 +106,17 @@ bool CaptureCore::Gather(std::unique_lock<std::mutex>& lock, Filler filler, uint
   return true;
 }
 
-// Prepare to copy the last live bytes of a source into the capture's open block, which has room. A device's copy also
-// fills the free blocks behind that one: its stream takes some thousand copies, and a further one waits for the first.
+// Prepare to copy the last live bytes of a source into the capture's open block, which has room, and into the free
+// blocks behind that one: a device's stream takes some thousand copies, and a further one waits for the first; threads
+// that share a copy wait for each other at its end.
 void CaptureCore::BeginCopy(uint32_t source, Copy& copy) {
   const Memory& memory = memories_[source];
   const uint64_t live_bytes = ledger_[source].live_bytes();
   copy.first_bytes = std::min<uint64_t>(blocks_.room_bytes(Filler::kCapture), live_bytes);
   copy.blocks = {blocks_.open_block(Filler::kCapture)};
   copy.size_bytes = copy.first_bytes;
-  while (memory.device != nullptr && copy.size_bytes < live_bytes && copy.blocks.size() < kRunBlocks) {
+  const size_t block_count = memory.device != nullptr ? kDeviceRunBlocks : kHostRunBlocks;
+  while (copy.size_bytes < live_bytes && copy.blocks.size() < block_count) {
     Block* const next = blocks_.TryAddBehind(copy.blocks.back());
     if (next == nullptr) break;
     copy.blocks.push_back(next);

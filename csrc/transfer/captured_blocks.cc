@@ -53,7 +53,9 @@ CapturedBlocks::Block* CapturedBlocks::TryAddBehind(const Block* last) {
 
 void CapturedBlocks::EndRun(const std::vector<Block*>& run, uint64_t last_bytes) {
   if (run.size() < 2) return;
-  for (Block* block : std::span(run).first(run.size() - 1)) AddUnmarked(*block);
+  for (Block* block : std::span(run).first(run.size() - 1)) {
+    if (!block->is_complete) AddUnmarked(*block);
+  }
   ++run.back()->user_count;
   Of(Filler::kCapture) = {.block = run.back(), .fill_bytes = AlignUp(last_bytes, kCacheLineBytes)};
   DropUser(run.front());

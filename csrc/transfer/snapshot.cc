@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/parallel.h"
 #include "device/pinning.h"
 
 namespace fastpersist {
@@ -38,7 +39,7 @@ bool Snapshot::Wait(Lock& lock, std::chrono::nanoseconds timeout, const Poll& po
 // Copy, or start a device's copy. Close() or `poll` ends a wait for room in the stream. Called without the lock.
 Status Snapshot::Perform(const CaptureCore::Copy& copy, const Poll& poll) {
   if (copy.device == nullptr) {
-    std::memcpy(copy.target, reinterpret_cast<const std::byte*>(copy.from), copy.size_bytes);
+    CopyInParallel(copy.target, reinterpret_cast<const std::byte*>(copy.from), copy.size_bytes, thread_count_);
     return Status::Ok();
   }
   FP_RETURN_IF_ERROR(copy.device->to_host().AwaitRoom(copy.is_pinned, [&]() -> Status {

@@ -36,7 +36,9 @@ class Snapshot {
   using Taken = CaptureCore::Taken;
   using Poll = std::function<Status()>;
 
-  explicit Snapshot(std::shared_ptr<Arena> arena) : arena_(std::move(arena)), core_(*arena_) {}
+  // `thread_count`: of threads that share the copy of a large source in host memory.
+  explicit Snapshot(std::shared_ptr<Arena> arena, size_t thread_count = 1)
+      : arena_(std::move(arena)), thread_count_(thread_count), core_(*arena_) {}
   ~Snapshot() { Close(); }
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
@@ -98,6 +100,7 @@ class Snapshot {
   void ReturnIncomplete(Lock& lock, bool give_up);
 
   const std::shared_ptr<Arena> arena_;
+  const size_t thread_count_;
   CaptureCore core_;
   std::vector<CopyMark> last_marks_;  // one for each device, once nothing is left to capture
   bool are_copies_complete_ = false;

@@ -227,7 +227,7 @@ class Capture:
         self._look = None
         sources = container.sources
         sizes = sources.sizes_bytes
-        snapshot = _native.Snapshot(self._arena.for_state(sources.total_bytes()))
+        snapshot = _native.Snapshot(self._arena.for_state(sources.total_bytes()), torch.get_num_threads())
         # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
         # columns, natively.
         facts, storages = sources.facts(), sources.storages

@@ -39,10 +39,20 @@ void OneThreadIsTheCaller() {
   }
 }
 
+void CopiesOfAnySizeAreWhole() {
+  const Bytes source = RandomBytes((size_t{5} << 20) + 77, 1);
+  for (const size_t size_bytes : {size_t{0}, size_t{1}, size_t{2} << 20, (size_t{2} << 20) + 1, source.size()}) {
+    Bytes target(source.size() + 1);
+    CopyInParallel(target.data(), source.data(), size_bytes, 3);
+    EXPECT(std::equal(target.begin(), target.begin() + static_cast<ptrdiff_t>(size_bytes), source.begin()));
+    EXPECT(target[size_bytes] == std::byte{0});
+  }
+}
+
 }  // namespace
 }  // namespace fastpersist
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv, {TEST(AllWorkIsDoneWhenItReturns), TEST(OneThreadIsTheCaller)});
+  return Run(argc, argv, {TEST(AllWorkIsDoneWhenItReturns), TEST(OneThreadIsTheCaller), TEST(CopiesOfAnySizeAreWhole)});
 }

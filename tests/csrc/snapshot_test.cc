@@ -117,7 +117,7 @@ void OnlyTheKindThatIsAskedForIsCaptured() {
 
 void WhatTheWriterHasPassedIsNotCopied() {
   const auto arena = MakeArena(kPlenty);
-  Snapshot snapshot(arena);
+  Snapshot snapshot(arena, /*thread_count=*/3);
   Bytes bytes = RandomBytes(5 * kBlock, 1);
   const Bytes before = bytes;
   snapshot.Add(bytes.data(), bytes.size(), SourceKind::kStable);
@@ -285,7 +285,7 @@ void WriterAndGateMeetWithNoMemory() { WriterAndGateMeetAnywhere(0); }
 
 void SeveralGatesAtOnceAreAllKept() {
   for (int round = 0; round < kRounds; ++round) {
-    Snapshot snapshot(MakeArena(round % 2 == 0 ? kPlenty : kBlock));
+    Snapshot snapshot(MakeArena(round % 2 == 0 ? kPlenty : kBlock), /*thread_count=*/2);
     Bytes stable = RandomBytes(4 * kBlock + 17, 1);
     Bytes changing = RandomBytes(kBlock + 17, 2);
     const Bytes before = stable;
