@@ -32,11 +32,10 @@ void CallRun(void* run) { (*static_cast<const Run*>(run))(); }
 
 void RunInParallel(size_t thread_count, const Run& run) {
   if (thread_count <= 1) return run();
-  static const OpenMpParallel open_mp = FindOpenMp();
-  if (open_mp != nullptr && ForkGeneration() == 0) {
+  if (ForkGeneration() == 0) {
+    static const OpenMpParallel open_mp = FindOpenMp();
     // Always with all threads: a smaller team would end some of them, and torch's next operation start them again.
-    open_mp(CallRun, const_cast<Run*>(&run), static_cast<unsigned>(thread_count), /*flags=*/0);
-    return;
+    if (open_mp != nullptr) return open_mp(CallRun, const_cast<Run*>(&run), static_cast<unsigned>(thread_count), 0);
   }
   std::vector<pthread_t> started;
   for (size_t i = 1; i < thread_count; ++i) {
