@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/alignment.h"
 #include "core/fork.h"
 #include "core/memory.h"
 #include "core/thread.h"
@@ -23,22 +24,27 @@ constexpr size_t kCopiedBytes = kHugePageBytes;
 // What compilers call for `#pragma omp parallel`; LLVM's and Intel's OpenMP have it, too.
 using OpenMpParallel = void (*)(void (*run)(void*), void* argument, unsigned thread_count, unsigned flags);
 
-// torch loads its OpenMP with global symbols. To link one here would be a second team.
-OpenMpParallel FindOpenMp() { return reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel")); }
+constexpr size_t kPartsPerStart = 4;  // for fewer, it does not pay to start a thread
+
+// The one that torch uses. To link one here would be a second team.
+OpenMpParallel FindOpenMp() {
+  void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  return torch == nullptr ? nullptr : reinterpret_cast<OpenMpParallel>(dlsym(torch, "GOMP_parallel"));
+}
 
 void CallRun(void* run) { (*static_cast<const Run*>(run))(); }
 
 }  // namespace
 
-void RunInParallel(size_t thread_count, const Run& run) {
-  if (thread_count <= 1) return run();
+void RunInParallel(size_t thread_count, size_t part_count, const Run& run) {
+  if (thread_count <= 1 || part_count <= 1) return run();
   if (ForkGeneration() == 0) {
     static const OpenMpParallel open_mp = FindOpenMp();
     // Always with all threads: a smaller team would end some of them, and torch's next operation start them again.
     if (open_mp != nullptr) return open_mp(CallRun, const_cast<Run*>(&run), static_cast<unsigned>(thread_count), 0);
   }
   std::vector<pthread_t> started;
-  for (size_t i = 1; i < thread_count; ++i) {
+  for (size_t i = 1; i < std::min(thread_count, part_count / kPartsPerStart); ++i) {
     pthread_t thread = {};
     if (StartThread(thread, "fastpersist-par", run) != 0) break;
     started.push_back(thread);
@@ -49,7 +55,7 @@ void RunInParallel(size_t thread_count, const Run& run) {
 
 void CopyInParallel(std::byte* target, const std::byte* source, size_t size_bytes, size_t thread_count) {
   std::atomic<size_t> next_bytes = 0;
-  RunInParallel(size_bytes <= kCopiedBytes ? 1 : thread_count, [&] {
+  RunInParallel(thread_count, AlignUp(size_bytes, kCopiedBytes) / kCopiedBytes, [&] {
     for (size_t from = next_bytes.fetch_add(kCopiedBytes); from < size_bytes;
          from = next_bytes.fetch_add(kCopiedBytes)) {
       std::memcpy(target + from, source + from, std::min(kCopiedBytes, size_bytes - from));

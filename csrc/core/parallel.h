@@ -6,13 +6,14 @@
 
 namespace fastpersist {
 
-// Call `run` in this thread and in up to `thread_count` - 1 others at once; returns when all calls have returned. Each
-// call takes work until none is left: fewer threads may come, and late.
+// Call `run` in this thread and in up to `thread_count` - 1 others at once; returns when all calls have returned. The
+// work has `part_count` parts, each of at least 50 µs; a call takes parts until none is left, since fewer threads may
+// come, and late.
 //
 // The others are those of torch's OpenMP. After an operation of torch they spin for some milliseconds, so they come at
 // once, while threads of our own would share the processors with them. Where torch has no OpenMP, and in a forked
 // child, which lacks its parent's threads, they are started anew.
-void RunInParallel(size_t thread_count, const std::function<void()>& run);
+void RunInParallel(size_t thread_count, size_t part_count, const std::function<void()>& run);
 
 // Copy memory, a large one in several threads.
 void CopyInParallel(std::byte* target, const std::byte* source, size_t size_bytes, size_t thread_count);

@@ -234,7 +234,7 @@ template <class Found, class Share>
 std::vector<Found> RowStore::InShares(std::span<const int64_t> ids, size_t part_count, Share share) {
   std::vector<std::vector<Found>> found(std::max<size_t>(part_count, 1));
   std::atomic<size_t> next_part = 0;
-  RunInParallel(found.size() == 1 ? 1 : options_.copy_thread_count, [&] {
+  RunInParallel(options_.copy_thread_count, found.size(), [&] {
     for (size_t part = next_part++; part < found.size(); part = next_part++) {
       const size_t from = ids.size() * part / found.size();
       const size_t until = ids.size() * (part + 1) / found.size();

@@ -16,7 +16,7 @@ void AllWorkIsDoneWhenItReturns() {
   std::atomic<int> done = 0;
   std::mutex mutex;
   std::set<std::thread::id> threads;
-  RunInParallel(4, [&] {
+  RunInParallel(4, 16, [&] {
     {
       const std::lock_guard lock(mutex);
       threads.insert(std::this_thread::get_id());
@@ -29,18 +29,25 @@ void AllWorkIsDoneWhenItReturns() {
 }
 
 void OneThreadIsTheCaller() {
-  for (const size_t count : {size_t{0}, size_t{1}}) {
+  for (const auto& [thread_count, part_count] : {std::pair{0, 9}, {1, 9}, {9, 0}, {9, 1}}) {
     int calls = 0;
-    RunInParallel(count, [&, caller = std::this_thread::get_id()] {
-      ++calls;
-      EXPECT(std::this_thread::get_id() == caller);
-    });
+    RunInParallel(static_cast<size_t>(thread_count), static_cast<size_t>(part_count),
+                  [&, caller = std::this_thread::get_id()] {
+                    ++calls;
+                    EXPECT(std::this_thread::get_id() == caller);
+                  });
     EXPECT(calls == 1);
   }
 }
 
+void FewPartsStartFewThreads() {
+  std::atomic<int> calls = 0;
+  RunInParallel(64, 11, [&] { ++calls; });
+  EXPECT(calls == 2);
+}
+
 void CopiesOfAnySizeAreWhole() {
-  const Bytes source = RandomBytes((size_t{5} << 20) + 77, 1);
+  const Bytes source = RandomBytes((size_t{25} << 20) + 77, 1);
   for (const size_t size_bytes : {size_t{0}, size_t{1}, size_t{2} << 20, (size_t{2} << 20) + 1, source.size()}) {
     Bytes target(source.size() + 1);
     CopyInParallel(target.data(), source.data(), size_bytes, 3);
@@ -54,5 +61,7 @@ void CopiesOfAnySizeAreWhole() {
 
 int main(int argc, char** argv) {
   using namespace fastpersist;
-  return Run(argc, argv, {TEST(AllWorkIsDoneWhenItReturns), TEST(OneThreadIsTheCaller), TEST(CopiesOfAnySizeAreWhole)});
+  return Run(argc, argv,
+             {TEST(AllWorkIsDoneWhenItReturns), TEST(OneThreadIsTheCaller), TEST(FewPartsStartFewThreads),
+              TEST(CopiesOfAnySizeAreWhole)});
 }

@@ -59,7 +59,8 @@ def test_a_child_opens_the_files_anew(path: Path, rows: torch.Tensor) -> None:
 
 @pytest.mark.skipif(torch.get_num_threads() == 1, reason="torch has one thread here")
 def test_a_child_of_a_parent_that_copies_in_threads_does_so_too(tmp_path: Path) -> None:
-    assert hasattr(ctypes.CDLL(None), "GOMP_parallel"), "torch's OpenMP is where csrc/core/parallel.cc looks for it"
+    torch_library = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+    assert hasattr(torch_library, "GOMP_parallel"), "torch's OpenMP is where csrc/core/parallel.cc looks for it"
     rows = torch.arange(1 << 20).view(-1, 256)
     write_rows(tmp_path / "wide.npy", rows)
 
