@@ -21,7 +21,7 @@ def test_text_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["convert", str(tmp_path / "a.pt"), str(out)]) == 0
     printed = capsys.readouterr()
     first, second = printed.out.splitlines()
-    assert first.startswith(f"{out}: 1 tensors, 8.1 kB in ")
+    assert first.startswith(f"{out}: 1 tensor, 8.1 kB in ")
     assert first.endswith(" s; 1 compared with CRCs of the source")
     assert second == "left out, since they are no tensors: 2 values (step, lr)"
     assert not printed.err
