@@ -127,7 +127,7 @@ def test_kept_rows_come_in_the_order_of_each_stream(path: Path, rows: torch.Tens
 @pytest.mark.parametrize("kept_count", [0, COUNT // 2])
 def test_the_next_rows_come_while_the_caller_computes(kept_count: int, path: Path, rows: torch.Tensor) -> None:
     """In a stream of ours; the caller's, whichever it is by then, waits for them alone."""
-    with fp.RowStore(path) as opened:
+    with fp.RowStore(path, ahead_bytes="16MiB") as opened:
         opened.keep(range(kept_count), device=DEVICE)
         ids = [some_ids(count) for count in (3000, 2000, 1000)]
         tickets = [opened.prefetch(some, device=DEVICE) for some in ids]
