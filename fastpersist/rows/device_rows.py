@@ -70,10 +70,9 @@ class Split(NamedTuple):
             other_rows: Those of `other_ids`, in pinned memory.
         """
         device = self.rows.device
-        with torch.cuda.device(device):
-            joined = rows_at(self.rows, self.places.to(device, non_blocking=True).clamp_(min=0))
-            _fill(joined, self.other, other_rows)
-            self.rows.record_stream(torch.cuda.current_stream())  # `keep` may free them before this is done
+        joined = rows_at(self.rows, self.places.to(device, non_blocking=True).clamp_(min=0))
+        _fill(joined, self.other, other_rows)
+        self.rows.record_stream(torch.cuda.current_stream(device))  # `keep` may free them before this is done
         return joined
 
 
@@ -92,9 +91,8 @@ class CachedRows(NamedTuple):
 
     def joined(self, other_rows: torch.Tensor) -> torch.Tensor:
         """Return all rows of the request, those of `other_ids` from pinned memory, in the caller's current stream."""
-        with torch.cuda.device(self.rows.device):
-            _fill(self.rows, self.other, other_rows)
-            self.rows.record_stream(torch.cuda.current_stream())  # they were allocated for another one
+        _fill(self.rows, self.other, other_rows)
+        self.rows.record_stream(torch.cuda.current_stream(self.rows.device))  # they were allocated for another one
         return self.rows
 
 

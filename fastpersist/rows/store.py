@@ -550,7 +550,7 @@ class RowStore:
 
     def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
         """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
-        pinned = device is not None and device.type == "cuda"
+        pinned = count > 0 and device is not None and device.type == "cuda"
         with torch.inference_mode(False):  # another caller may take them
             return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
 
