@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("a slow machine is no failure", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("a slow machine is no failure")
     os.environ["FASTPERSIST_CONFIG"] = ""  # what somebody has tuned on this machine is not what the tests are about
+    if config.option.markexpr != "gpu":  # in a process that uses a GPU, torch starts threads, and forks are refused
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         importlib.import_module("fastpersist._native")
         importlib.import_module("fastpersist.integrations")  # found when installed, not from the source tree

@@ -25,7 +25,9 @@ ON_CUDA = DEVICE.type == "cuda"
 
 GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(ON_CUDA and not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+    pytest.mark.skipif(
+        ON_CUDA and not torch.cuda.is_available(), reason="torch finds no CUDA device; only -m gpu shows one to tests"
+    ),
 ]
 """What a file of tests/gpu sets as its pytestmark."""
 
