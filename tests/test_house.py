@@ -16,6 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.torch_names import has, names_of, used_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,6 +37,13 @@ LAYERS = (
     {"cli"},
     {"__main__", "examples"},
 )
+# Names that torch 2.7 lacks, and that are used only where torch has them.
+NEWER_NAMES_OF_TORCH = {
+    "torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION",
+    "torch.distributed.checkpoint.staging.DefaultStager",
+    "torch.distributed.checkpoint.staging.StagingOptions",
+}
+
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Bytes and integers: these never see a tensor, so they are tested and fuzzed without torch.
@@ -469,6 +477,11 @@ def test_versions_agree() -> None:
     assert fastpersist.__version__ == declared[1]
 
 
+def test_the_oldest_torch_has_all_names_that_are_used() -> None:
+    known = (ROOT / "tests/data/torch-2.7-names.txt").read_text().split()
+    assert used_names() - set(known) == NEWER_NAMES_OF_TORCH, "see tests/support/torch_names.py"
+
+
 def test_all_kinds_of_files_are_looked_at() -> None:
     assert Path("fastpersist/errors.py") in PACKAGE_FILES
     assert Path("integrations/__init__.py") in PACKAGE_FILES
@@ -593,6 +606,26 @@ def test_code_rule_finds(rule: TreeRule, path: Path, source: str, count: int) ->
 )
 def test_text_rule_finds(rule: TextRule, path: Path, source: str, count: int) -> None:
     assert len(rule(path, source)) == count
+
+
+def test_names_of_torch_are_found() -> None:
+    source = """
+import torch, torch.distributed as dist
+from torch import nn
+def f():
+    from torch.serialization import add_safe_globals as allow
+    allow([nn.Linear]), dist.barrier(), torch.cuda.Event(True).record(), getattr(torch, "newer"), nothing.of_torch
+"""
+    assert names_of(source) - {"torch", "torch.cuda", "torch.distributed"} == {
+        "torch.nn",
+        "torch.nn.Linear",
+        "torch.serialization.add_safe_globals",
+        "torch.distributed.barrier",
+        "torch.cuda.Event",
+    }
+    assert has("torch.nn.Linear")
+    assert not has("torch.nn.of_no_torch")
+    assert not has("torch.of_no_torch.name")
 
 
 def test_full_folder_is_found() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fastpersist.commit.filesystem import open_regular, storage_errors
 from fastpersist.errors import CheckpointNotFoundError, FormatError, StorageError
@@ -102,6 +103,7 @@ _SIZE: Final[_Types] = frozenset({torch.Size})
 _INT: Final[_Types] = frozenset({int})
 _STR: Final[_Types] = frozenset({str})
 _NONE: Final[type] = type(None)
+_BYTES_DATA: Final[type] = getattr(planner, "BytesIOWriteData", _NONE)  # torch 2.7 has none
 
 _PLACE: Final = {"relative_path": _STR, "offset": _INT, "length": _INT}
 
@@ -127,7 +129,7 @@ _FIELDS: Final[dict[tuple[str, str], tuple[Callable[..., Any], dict[str, _Types]
         lambda **fields: importlib.import_module(_HF_UTILS)._HFStorageInfo(**fields),
         {**_PLACE, "shape": _SIZE, "dtype": frozenset({torch.dtype})},
     ),
-    (_PLANNER, "BytesIOWriteData"): (BytesIOWriteData, {"nbytes": _INT}),
+    (_PLANNER, "BytesIOWriteData"): (_BYTES_DATA, {"nbytes": _INT}),
     (_PLANNER, "TensorWriteData"): (
         TensorWriteData,
         {"chunk": frozenset({ChunkStorageMetadata}), "properties": frozenset({TensorProperties}), "size": _SIZE},
@@ -137,7 +139,7 @@ _FIELDS: Final[dict[tuple[str, str], tuple[Callable[..., Any], dict[str, _Types]
         {
             "index": frozenset({MetadataIndex}),
             "type": frozenset({WriteItemType}),
-            "bytes_io_data": frozenset({BytesIOWriteData, _NONE}),
+            "bytes_io_data": frozenset({_BYTES_DATA, _NONE}),
             "tensor_data": frozenset({TensorWriteData, _NONE}),
         },
     ),
