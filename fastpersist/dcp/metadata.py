@@ -12,6 +12,7 @@ the tables below. The bytes may come from anywhere. Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import math
@@ -64,6 +65,10 @@ _ALIKE_MAX: Final = 64
 _SHOWN_CHARACTERS: Final = 80
 _UNBUILT: Final = object()
 _PROPERTY_TYPES: Final = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
+_PROPERTY_COUNT_MIN: Final = len(_PROPERTY_TYPES)
+_PROPERTY_COUNT: Final = len(
+    dataclasses.fields(TensorProperties)
+)  # with strides since torch 2.15, which does not use them
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA: Final = "torch.distributed._shard.sharded_tensor.metadata"
@@ -332,16 +337,14 @@ class _Builder:
 
     def _properties(self, call: Call) -> TensorProperties:
         state = self.build(call.state)
-        if call.arguments or type(state) is not tuple or tuple(map(type, state)) != _PROPERTY_TYPES:
+        if (
+            call.arguments
+            or type(state) is not tuple
+            or tuple(map(type, state[:_PROPERTY_COUNT_MIN])) != _PROPERTY_TYPES
+            or not _may_be_strides(state[_PROPERTY_COUNT_MIN:])
+        ):
             raise FormatError("TensorProperties in it are not what DCP pickles")
-        dtype, layout, requires_grad, memory_format, pin_memory = state
-        return TensorProperties(
-            dtype=dtype,
-            layout=layout,
-            requires_grad=requires_grad,
-            memory_format=memory_format,
-            pin_memory=pin_memory,
-        )
+        return TensorProperties(*state[:_PROPERTY_COUNT])
 
     def _tensor(self, call: Call) -> TensorStorageMetadata:
         made: TensorStorageMetadata = self._dataclass(call, *_TENSOR)
@@ -461,6 +464,18 @@ def _size(call: Call) -> torch.Size:
         if type(length) is not int or not 0 <= length <= _COUNT_MAX:
             raise FormatError("a torch.Size in it has an element that is no number from 0 to 2^63 - 1")
     return torch.Size(lengths)
+
+
+def _may_be_strides(rest: tuple[Any, ...]) -> bool:
+    """Tell whether what follows the other properties is nothing, or strides as torch 2.15 notes them."""
+    if rest in ((), (None,)):
+        return True
+    return (
+        len(rest) == 1
+        and type(rest[0]) is tuple
+        and len(rest[0]) <= _DIMENSIONS_MAX
+        and all(type(one) is int and 0 <= one <= _COUNT_MAX for one in rest[0])
+    )
 
 
 def _member(arguments: tuple[object, ...], members: dict[Any, Any]) -> Any:
