@@ -48,6 +48,7 @@ from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.reader import Extents, Read, read_extents
 from fastpersist.transfer.torch_boundary import (
     has_address,
+    loads_ask_once,
     loads_plainly,
     no_tag,
     not_allowed_globals,
@@ -201,7 +202,7 @@ def _asks(
         storage = storages[reference.key]
         if reference.key not in seen:
             asks.append((reference, storage, source.directory.entries[f"data/{reference.key}"].data_offset_bytes))
-            if has_address(storage):
+            if has_address(storage) or loads_ask_once():
                 seen.add(reference.key)
     return asks
 

@@ -28,6 +28,7 @@ from fastpersist.errors import InternalError
 
 __all__ = [
     "has_address",
+    "loads_ask_once",
     "loads_plainly",
     "no_tag",
     "not_allowed_globals",
@@ -48,7 +49,7 @@ def no_tag(storage: object) -> None:
     """Tag no storage; a load registers this with `register_package`, which asks for a function that tags."""
 
 
-_NEWEST_KNOWN = (2, 13)  # a later torch may mean something else by the same names, in a way that samples do not survive
+_NEWEST_KNOWN = (2, 15)  # a later torch may mean something else by the same names, in a way that samples do not survive
 
 
 @functools.cache
@@ -155,8 +156,26 @@ def loads_plainly(global_names: Iterable[str]) -> bool:
 
 
 def has_address(storage: torch.UntypedStorage) -> bool:
-    """Tell whether a storage has memory: then torch.load asks for it at its first use only, else at every use."""
+    """Tell whether a storage has memory."""
     return storage.device.type != "meta" and storage.data_ptr() != 0
+
+
+@functools.cache
+def loads_ask_once() -> bool:
+    """Tell whether torch.load asks once for a storage without memory, as for others (torch 2.15), or at each use."""
+    asks = []
+
+    class Locations(dict[str, str]):
+        def get(self, location: Any, default: Any = None) -> Any:
+            asks.append(location)
+            return location
+
+    empty = torch.empty(0, device="cpu")
+    with io.BytesIO() as buffer:
+        stock_save([empty, empty.view(0, 1)], buffer)
+        buffer.seek(0)
+        stock_load(buffer, map_location=Locations(), weights_only=True)
+    return len(asks) == 1
 
 
 def plain_load(file: IO[bytes], storages: Mapping[str, torch.UntypedStorage], *, pickle_sha256: bytes) -> Any:

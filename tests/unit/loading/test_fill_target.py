@@ -57,6 +57,20 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+# --- shared storages
+
+
+def test_tensors_that_share_bytes_are_filled_beside_objects(tmp_path: Path) -> None:
+    """A dtype is not in the pickle of a plain state, which another unpickler builds."""
+    weight = torch.arange(6000.0)
+    fp.save({"a": weight, "tied": weight.view(60, 100), "other": torch.ones(5000), "d": torch.half}, tmp_path / "m.pt")
+    target = {"a": torch.zeros(6000), "other": torch.zeros(5000), "tied": torch.zeros(60, 100)}
+    fp.load_into(tmp_path / "m.pt", target, strict=False)
+    assert torch.equal(target["a"], weight)
+    assert torch.equal(target["other"], torch.ones(5000))
+    assert torch.equal(target["tied"], weight.view(60, 100))
+
+
 # --- many tensors
 
 

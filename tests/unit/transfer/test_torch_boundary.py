@@ -90,7 +90,7 @@ def test_functions_of_torch_are_found(is_inference: bool) -> None:
         assert torch_functions.__wrapped__() is not None
 
 
-@pytest.mark.parametrize("version", ["2.14.0", "2.14.0a0+git0a1b2c3", "3.0", "unknown"])
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git0a1b2c3", "3.0", "unknown"])
 def test_functions_of_a_torch_that_nobody_has_tried_are_not_used(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert torch_functions.__wrapped__() is None
