@@ -164,6 +164,8 @@ def unpickle_with(
     summary = source.summary
     if summary.has_negative_int and any(storage.device.type == "meta" for storage in storages.values()):
         source.prove_tensors()  # torch does not check negative strides on the meta device
+    elif "torch._utils._rebuild_qtensor" in summary.globals:
+        source.prove_tensors()  # nor, before 2.13, where quantized tensors end
     has_plain_pickle = summary.needs_no_bytes and summary.is_as_torch_writes and loads_plainly(summary.globals)
     is_plain = weights_only and has_plain_pickle
     asks = [] if is_plain else _asks(source, storages)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.torch_release import TORCH
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,6 +28,9 @@ IGNORED = (
     "ignore:TypedStorage is deprecated:UserWarning",  # torch 2.7, of its own writer
 )
 
+tells_why = pytest.mark.skipif(
+    (2, 9) <= TORCH < (2, 12), reason="with this torch, dcp.load does not say why there are no metadata"
+)
 has_use_collectives = pytest.mark.skipif(
     "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this torch has no use_collectives="
 )
@@ -131,6 +135,13 @@ def raised_by(call: Callable[[], object]) -> dict[int, BaseException]:
 def place_of(path: Path, name: str) -> Any:
     metadata = FastPersistReader(path).read_metadata()
     return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+
+
+def safetensors_place(name: str, shape: list[int], dtype: torch.dtype) -> Any:
+    """Return a place as DCP notes it for tensors of safetensors, in this torch's way."""
+    found_class = pytest.importorskip("torch.distributed.checkpoint._hf_utils")._HFStorageInfo
+    place = (0, 8) if "offset" in inspect.signature(found_class).parameters else ()  # torch 2.8
+    return found_class(name, *place, torch.Size(shape), dtype)
 
 
 def put_metadata(step: Path, data: bytes) -> None:

@@ -176,8 +176,9 @@ class _Meeting:
             world_size=self.count,
             timeout=datetime.timedelta(seconds=max(self.group_timeout_s, GROUP_TIMEOUT_S)),
         )
-        # Not before they have met, which takes a busy machine seconds.
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self.group_timeout_s), dist.group.WORLD)
+        # Not before they have met, which takes a busy machine seconds. The first is a name of torch 2.15.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(datetime.timedelta(seconds=self.group_timeout_s), dist.group.WORLD)
 
     def __exit__(self, *exception: object) -> None:
         """Leave the group as it is: the process ends without Python's or C++'s destructors."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.torch_release import TORCH
 
 
 @dataclass(frozen=True)
@@ -258,9 +259,11 @@ def sparse_compressed() -> Any:
     ]
 
 
-@specimen
 def nested_strided() -> Any:
     return torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+
+
+SPECIMENS["nested_strided"] = Specimen(nested_strided, weights_only=TORCH < (2, 15))
 
 
 @unsafe_specimen

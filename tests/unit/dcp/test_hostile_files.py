@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.dcp_states import PART, failure_of, load, put_metadata, save
+from support.dcp_states import PART, failure_of, load, put_metadata, safetensors_place, save, tells_why
 from support.store_runs import step_path
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
@@ -293,7 +293,7 @@ def test_a_fifo_in_a_step_is_refused_by_kind_and_an_older_step_loaded(root: Path
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a device"])
-@pytest.mark.parametrize("name", [".metadata", PART])
+@pytest.mark.parametrize("name", [pytest.param(".metadata", marks=tells_why), PART])
 def test_what_is_no_file_is_refused_by_kind_by_dcp_too(tmp_path: Path, name: str, kind: str) -> None:
     save({"w": torch.ones(1000)}, tmp_path / "c")
     if kind == "a FIFO":
@@ -327,11 +327,10 @@ def test_metadata_of_holes_are_not_read(tmp_path: Path) -> None:
 
 
 def test_places_of_other_formats_are_refused_by_name(tmp_path: Path) -> None:
-    found_class = pytest.importorskip("torch.distributed.checkpoint._hf_utils")._HFStorageInfo
     save({"w": torch.ones(3)}, tmp_path)
     metadata: Any = FastPersistReader(tmp_path).read_metadata()
     assert isinstance(metadata.state_dict_metadata["w"], TensorStorageMetadata)
-    metadata.storage_data = {MetadataIndex("w", [0]): found_class("model.safetensors", torch.Size([3]), torch.int8)}
+    metadata.storage_data = {MetadataIndex("w", [0]): safetensors_place("model.safetensors", [3], torch.int8)}
     put_metadata(tmp_path, pickle.dumps(metadata))
     error = failure_of(lambda: load(tmp_path, {"w": torch.zeros(3)}))
     assert isinstance(error, fp.UnsupportedError)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.dcp_states import put_metadata
+from support.dcp_states import put_metadata, safetensors_place
 from support.store_runs import step_path
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -122,9 +122,8 @@ def test_enums_are_read_by_value_and_by_name(by_name: bool) -> None:
 
 
 def test_places_in_safetensors_are_read() -> None:
-    found_class = pytest.importorskip("torch.distributed.checkpoint._hf_utils")._HFStorageInfo
     metadata = make_metadata()
-    metadata.storage_data = {MetadataIndex("w", [0, 0]): found_class("model.safetensors", torch.Size([3]), torch.int8)}
+    metadata.storage_data = {MetadataIndex("w", [0, 0]): safetensors_place("model.safetensors", [3], torch.int8)}
     assert build_pickled(pickle.dumps(metadata)) == metadata
 
 

@@ -23,6 +23,7 @@ from support.dcp_states import (
     place_of,
     portrait,
     save,
+    tells_why,
 )
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -153,6 +154,10 @@ def test_metadata_that_are_none_are_refused(checkpoint: Path, written: bytes, sa
 def test_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(fp.CheckpointNotFoundError, match="there is no checkpoint"):
         FastPersistReader(tmp_path / "nothing").read_metadata()
+
+
+@tells_why
+def test_no_checkpoint_is_said_to_be_none_by_dcp(tmp_path: Path) -> None:
     assert "there is no checkpoint" in str(failure_of(lambda: load(tmp_path / "nothing", SMALL)))
 
 

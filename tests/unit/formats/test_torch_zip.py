@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.archives import save_aligned
+from support.torch_release import TORCH
 
 import fastpersist as fp
 from fastpersist.errors import FormatError, UnsupportedError
@@ -112,7 +113,8 @@ def test_headers_beyond_four_gigabytes_equal_torchs(name: str, tmp_path: Path) -
     for load in (fp.load, torch.load):
         loaded = load(ours, map_location="meta")
         assert [tensor.nbytes for tensor in loaded] == sizes
-        assert [tensor.untyped_storage()._checkpoint_offset for tensor in loaded] == offsets
+        if TORCH >= (2, 11):  # earlier ones note no offsets here
+            assert [tensor.untyped_storage()._checkpoint_offset for tensor in loaded] == offsets
     assert [tensor.nbytes for tensor in torch.load(ours, mmap=True)] == sizes
     assert [tensor.offset_bytes for tensor in fp.inspect(ours).tensors] == offsets
 

@@ -13,11 +13,11 @@ DTYPES = [torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float8_e4m
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (16,)])
 def test_rows_are_those_of_the_indices(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    rows = torch.randint(0, 2, (50, *shape)).to(dtype)
-    indices = torch.randint(50, (4, 6))
+    numbers, indices = torch.randint(0, 2, (50, *shape)), torch.randint(50, (4, 6))
+    rows = numbers.to(dtype)
     found = rows_at(rows, indices)
     assert (found.dtype, found.shape) == (dtype, (4, 6, *shape))
-    assert torch.equal(found.reshape(-1).view(torch.uint8), rows.cpu()[indices].reshape(-1).view(torch.uint8))
+    assert torch.equal(found.reshape(-1).view(torch.uint8), numbers[indices].to(dtype).reshape(-1).view(torch.uint8))
 
 
 def test_no_indices_give_no_rows() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.torch_release import TORCH
 
 import fastpersist as fp
 from fastpersist.integrations import torch_save
@@ -60,7 +61,17 @@ def test_the_keys_are_named(tmp_path: Path) -> None:
     assert f"key 'a' needs argparse.Namespace; key 'b' needs {__name__}.Kind" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("value", [collections.deque([1]), collections.defaultdict(list, {1: [2]})], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [
+        collections.deque([1]),
+        pytest.param(
+            collections.defaultdict(list, {1: [2]}),
+            marks=pytest.mark.skipif(TORCH < (2, 10), reason="this torch lets it through if it is on the list"),
+        ),
+    ],
+    ids=repr,
+)
 def test_what_no_list_lets_through_is_not_promised(value: Any, tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"no list of safe globals lets collections\.\w+ through") as caught:
         fp.save({"counts": value}, tmp_path / "state.pt")
