@@ -40,7 +40,7 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h t
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check docs test test-all test-rest test-oldest frameworks san abi crash fuzz storm trainers io gpu emulated-gpu demo figures wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-oldest test-newest frameworks san abi crash fuzz storm trainers io gpu emulated-gpu demo figures wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +52,7 @@ help:
 	@echo 'make setup                 only the environment, in $(VENV)/ (PYTHON=… chooses the interpreter)'
 	@echo 'make build                 only the native module (FASTPERSIST_DEBUG=1, FASTPERSIST_SANITIZE=… as in setup.py)'
 	@echo 'make test-oldest           the tests with the oldest torch supported, in .venv-oldest/'
+	@echo 'make test-newest           the tests with the newest torch that has been tried, in .venv-newest/'
 	@echo 'make frameworks            the tests with TorchTitan and Megatron-Core, in .venv-frameworks/ (0.5 GB to download)'
 	@echo 'make san                   the C++ tests under ASan and UBSan, then under TSan'
 	@echo 'make abi                   what we declare of CUDA and cuFile, against headers of NVIDIA that it downloads'
@@ -184,6 +185,9 @@ test-all:
 
 test-oldest:
 	$(MAKE) --no-print-directory test-all VENV=.venv-oldest TORCH=2.7.0 OWN_TORCH=1
+
+test-newest:
+	$(MAKE) --no-print-directory test-all VENV=.venv-newest TORCH=2.15.0 OWN_TORCH=1
 
 # In an environment over $(VENV), since TorchTitan wants other versions of some packages than the other frameworks do.
 FRAMEWORKS := .venv-frameworks
