@@ -48,9 +48,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
 @pytest.fixture
 def nested_tensors_are_safe() -> Iterator[None]:
     """Let weights_only=True load nested tensors, which it did by itself before torch 2.15."""
-    from torch.nested._internal.nested_tensor import _rebuild_njt
+    from torch.nested._internal.nested_tensor import NestedTensor, _rebuild_njt
 
-    with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor, _rebuild_njt]):
+    with torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor, NestedTensor, _rebuild_njt]):
         yield
 
 
