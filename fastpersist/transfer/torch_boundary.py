@@ -174,7 +174,7 @@ def loads_ask_once() -> bool:
     with io.BytesIO() as buffer:
         stock_save([empty, empty.view(0, 1)], buffer)
         buffer.seek(0)
-        stock_load(buffer, map_location=Locations(), weights_only=True)
+        stock_load(buffer, map_location=Locations(), weights_only=True, mmap=False)
     return len(asks) == 1
 
 
