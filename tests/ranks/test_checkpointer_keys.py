@@ -18,6 +18,7 @@ from support.forking import run_in_child
 from support.process_groups import run_ranks
 from support.sameness import assert_same
 from support.store_runs import two_stores
+from support.torch_release import TORCH
 
 import fastpersist as fp
 from fastpersist.loading import restore, selection
@@ -126,7 +127,8 @@ def test_what_torch_loads_itself_has_the_same_keys(tmp_path: Path) -> None:
     )
     assert found.keys() == {"ema", "rng", "scheduler", "step"}
     assert_same(weights, state()["ema"]["weights"])
-    for place in ("meta", lambda storage, _: storage):
+    # torch 2.15 checks the numbers of sparse tensors, also of those on the meta device.
+    for place in (lambda storage, _: storage, *(["meta"] if TORCH < (2, 15) else [])):
         assert checkpoints.load(keys=["step"], map_location=place) == {"step": 5}
 
 
