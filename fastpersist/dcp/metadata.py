@@ -66,9 +66,7 @@ _SHOWN_CHARACTERS: Final = 80
 _UNBUILT: Final = object()
 _PROPERTY_TYPES: Final = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
 _PROPERTY_COUNT_MIN: Final = len(_PROPERTY_TYPES)
-_PROPERTY_COUNT: Final = len(
-    dataclasses.fields(TensorProperties)
-)  # with strides since torch 2.15, which does not use them
+_PROPERTY_COUNT: Final = len(dataclasses.fields(TensorProperties))  # with strides since torch 2.15
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA: Final = "torch.distributed._shard.sharded_tensor.metadata"
@@ -108,6 +106,7 @@ _SIZE: Final[_Types] = frozenset({torch.Size})
 _INT: Final[_Types] = frozenset({int})
 _STR: Final[_Types] = frozenset({str})
 _NONE: Final[type] = type(None)
+_PLAIN: Final[_Types] = frozenset({int, str, bool, float, _NONE, torch.Size, torch.dtype})
 _BYTES_DATA: Final[type] = getattr(planner, "BytesIOWriteData", _NONE)  # torch 2.7 has none
 
 _PLACE: Final = {"relative_path": _STR, "offset": _INT, "length": _INT}
@@ -117,7 +116,8 @@ _TENSOR: Final[tuple[Callable[..., Any], dict[str, _Types]]] = (
     {"properties": frozenset({TensorProperties}), "size": _SIZE, "chunks": frozenset({list})},
 )
 
-# The fields of each dataclass, and of which types they may be. What is missing is for the class to say.
+# The fields of each dataclass, and of which types they may be. What is missing is for the class to say. A later torch
+# may have more fields.
 _FIELDS: Final[dict[tuple[str, str], tuple[Callable[..., Any], dict[str, _Types]]]] = {
     (_METADATA, "BytesStorageMetadata"): (BytesStorageMetadata, {}),
     (_METADATA, "ChunkStorageMetadata"): (ChunkStorageMetadata, {"offsets": _SIZE, "sizes": _SIZE}),
@@ -325,10 +325,11 @@ class _Builder:
         fields = {}
         for name, value in _state(call):
             types = allowed.get(name)
-            if types is None:
+            if types is None and name not in getattr(made, "__dataclass_fields__", ()):
                 raise FormatError(f"a {_name(call)} in it has {name!r}, which this torch does not know")
             field = fields[name] = self.build(value)
-            if type(field) not in types:
+            is_allowed = _is_plain(field) if types is None else type(field) in types
+            if not is_allowed:
                 raise FormatError(f"{name!r} of a {_name(call)} in it is a {type(field).__name__}")
         try:
             return made(**fields)
@@ -341,7 +342,7 @@ class _Builder:
             call.arguments
             or type(state) is not tuple
             or tuple(map(type, state[:_PROPERTY_COUNT_MIN])) != _PROPERTY_TYPES
-            or not _may_be_strides(state[_PROPERTY_COUNT_MIN:])
+            or not all(map(_is_plain, state[_PROPERTY_COUNT_MIN:]))
         ):
             raise FormatError("TensorProperties in it are not what DCP pickles")
         return TensorProperties(*state[:_PROPERTY_COUNT])
@@ -466,16 +467,11 @@ def _size(call: Call) -> torch.Size:
     return torch.Size(lengths)
 
 
-def _may_be_strides(rest: tuple[Any, ...]) -> bool:
-    """Tell whether what follows the other properties is nothing, or strides as torch 2.15 notes them."""
-    if rest in ((), (None,)):
-        return True
-    return (
-        len(rest) == 1
-        and type(rest[0]) is tuple
-        and len(rest[0]) <= _DIMENSIONS_MAX
-        and all(type(one) is int and 0 <= one <= _COUNT_MAX for one in rest[0])
-    )
+def _is_plain(value: object) -> bool:
+    """Tell whether this may be in a field that only a later torch has."""
+    if type(value) is tuple:
+        return len(value) <= _DIMENSIONS_MAX and all(type(one) is int for one in value)
+    return type(value) in _PLAIN
 
 
 def _member(arguments: tuple[object, ...], members: dict[Any, Any]) -> Any:

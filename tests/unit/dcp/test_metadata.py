@@ -9,7 +9,7 @@ import pathlib
 import pickle
 import tracemalloc
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from fastpersist.checkpointer.merge import merge
 from fastpersist.cli import main
 from fastpersist.dcp import plan_agreement
 from fastpersist.dcp.global_plan.assignment import Share, WholePlan
-from fastpersist.dcp.metadata import build_pickled
+from fastpersist.dcp.metadata import _FIELDS, build_pickled
 from fastpersist.dcp.save_planner import StepSavePlanner
 from fastpersist.integrations.torch_dcp import FastPersistReader
 
@@ -101,6 +101,35 @@ def test_metadata_of_other_releases_are_read(name: str) -> None:
 def test_what_is_built_equals_what_was_pickled(protocol: int) -> None:
     metadata = make_metadata()
     assert build_pickled(pickle.dumps(metadata, protocol)) == pickle.loads(pickle.dumps(metadata, protocol)) == metadata
+
+
+def test_properties_that_a_later_torch_adds_at_the_end_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = make_metadata()
+    stock = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*stock(self), None, (4, 1), "later"))
+    assert build_pickled(pickle.dumps(metadata)) == metadata
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*stock(self), ["a list"]))
+    with pytest.raises(fp.FormatError, match="TensorProperties in it are not what DCP pickles"):
+        build_pickled(pickle.dumps(metadata))
+
+
+def test_fields_that_a_later_torch_adds_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Later(_StorageInfo):
+        later: Any = 0
+
+    Later.__module__, Later.__qualname__ = name = (_StorageInfo.__module__, "_StorageInfo")
+    monkeypatch.setattr(torch.distributed.checkpoint.filesystem, "_StorageInfo", Later)
+    metadata = make_metadata()
+    index = MetadataIndex("epoch")
+    metadata.storage_data = {index: Later("__0_0.distcp", 1200, 300, None, 5)}
+    with pytest.raises(fp.FormatError, match="'later', which this torch does not know"):
+        build_pickled(pickle.dumps(metadata))
+    monkeypatch.setitem(_FIELDS, name, (Later, _FIELDS[name][1]))
+    assert build_pickled(pickle.dumps(metadata)) == metadata
+    metadata.storage_data = {index: Later("__0_0.distcp", 1200, 300, None, {"a": "dict"})}
+    with pytest.raises(fp.FormatError, match="'later' of a _StorageInfo in it is a dict"):
+        build_pickled(pickle.dumps(metadata))
 
 
 def test_what_planners_of_others_note_is_kept() -> None:
