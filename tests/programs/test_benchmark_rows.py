@@ -111,6 +111,7 @@ def test_cached_rows_are_gathered_beside_torch(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [report]
 
 
+@pytest.mark.long  # more than a minute
 def test_an_epoch_of_each_way_is_measured_and_only_the_graph_is_left(tmp_path: Path) -> None:
     pytest.importorskip("torch_geometric")
     words = [

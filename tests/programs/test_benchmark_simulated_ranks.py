@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks" / "simulated_ranks.py"
 
 
@@ -26,14 +28,17 @@ def test_followers_are_connected_and_hear_of_each_commit() -> None:
     assert 8 < found["descriptors"] < 8 + 7  # one for each follower; the listener, the selector, what wakes the thread
 
 
+@pytest.mark.long  # half a minute, as the next two
 def test_each_saver_of_a_group_has_connections_of_its_own() -> None:
     assert 2 * 8 < measured("commit", "--ranks", "9", "--savers", "2")["descriptors"] < 2 * (8 + 7)
 
 
+@pytest.mark.long
 def test_a_soft_limit_below_the_number_of_ranks_is_raised() -> None:
     assert measured("commit", "--ranks", "60", "--soft-limit", "50")["messages"] == 59 * 5
 
 
+@pytest.mark.long
 def test_plans_of_replicas_are_sent_once_and_kept() -> None:
     found = measured("plan", "--ranks", "24", "--tensors", "300", "--shards", "3")
     assert found["chunks"] == 900

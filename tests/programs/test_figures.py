@@ -70,6 +70,7 @@ def test_slowdown_is_that_of_the_rounds(figures: ModuleType) -> None:
     assert figures.added([1.1, 2.4, 3.6], [1.0, 2.0, 3.0]) == "+20 %"
 
 
+@pytest.mark.long  # forty seconds
 def test_command_measures_and_draws(tmp_path: Path) -> None:
     words = ["measure", str(tmp_path), "load", "--quick", "--docs", str(tmp_path / "docs")]
     subprocess.run([sys.executable, SCRIPT, *words], check=True, stdout=subprocess.DEVNULL, timeout=540)
