@@ -37,14 +37,14 @@ LAYERS = (
     {"cli"},
     {"__main__", "examples"},
 )
+LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
 # Names that torch 2.7 lacks, and that are used only where torch has them.
 NEWER_NAMES_OF_TORCH = {
     "torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION",
     "torch.distributed.checkpoint.staging.DefaultStager",
     "torch.distributed.checkpoint.staging.StagingOptions",
 }
-
-LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # Bytes and integers: these never see a tensor, so they are tested and fuzzed without torch.
 PURE_ROOMS = {"errors", "config", "arguments", "display", "formats"}
