@@ -41,9 +41,9 @@ def checked_ids(
         return torch.empty(0, dtype=torch.int64, device="cpu"), given.shape
     if given.dtype not in _WHOLE_NUMBERS:
         raise ConfigError(f"ids are whole numbers, not {given.dtype}")
-    if given.device.type == "meta" or given.layout != torch.strided:
+    if given.is_meta or given.layout != torch.strided:
         raise ConfigError(f"ids are whole numbers in a dense tensor, not in one of {given.layout} on {given.device}")
-    flat = given.detach().to("cpu", torch.int64).contiguous().view(-1)
+    flat = given.to("cpu", torch.int64).contiguous().flatten()
     if flat.untyped_storage().device.type == "meta":
         raise ConfigError("ids are whole numbers in memory, not in a fake tensor")
     bad = find_bad(flat)

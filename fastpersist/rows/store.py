@@ -38,7 +38,7 @@ from fastpersist.rows.ids import checked_ids
 from fastpersist.rows.opening import RowSource, Source, facts_of, open_rows
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
-from fastpersist.transfer.tensor_memory import byte_view
+from fastpersist.transfer.tensor_memory import check_bytes
 from fastpersist.transfer.tensor_requests import checked_number
 from fastpersist.uncopied import Uncopied
 
@@ -550,9 +550,11 @@ class RowStore:
 
     def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
         """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
+        if torch.is_inference_mode_enabled():  # another caller may take them
+            with torch.inference_mode(False):
+                return self._new_rows(count, device)
         pinned = count > 0 and device is not None and device.type == "cuda"
-        with torch.inference_mode(False):  # another caller may take them
-            return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
+        return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
 
     def _split(self, ids: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Split | None]:
         """Return the ids of the rows that are not on the device, and how their rows join those that are."""
@@ -576,7 +578,9 @@ class RowStore:
             rows = cached.joined(rows)
         if split is not None:
             rows = split.joined(rows)
-        rows = rows.view((*shape, *self.row_shape))
+        wanted = (*shape, *self.row_shape)
+        if rows.shape != wanted:
+            rows = rows.view(wanted)
         return rows if device is None else rows.to(device, non_blocking=True)
 
     def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> None:
@@ -588,7 +592,7 @@ class RowStore:
                 f"out is a contiguous tensor of {self.dtype} and shape {wanted}, not one of {out.dtype} and shape "
                 f"{tuple(out.shape)}{'' if out.is_contiguous() else ' that is not contiguous'}"
             )
-        byte_view(out)  # refuses what has no memory of its own, or none with the values as they are
+        check_bytes(out)
         if out.requires_grad and torch.is_grad_enabled():
             raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
         if not out.is_inference():

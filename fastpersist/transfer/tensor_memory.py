@@ -19,7 +19,15 @@ from fastpersist import _native
 from fastpersist.errors import ConfigError
 from fastpersist.transfer.torch_boundary import untraced
 
-__all__ = ["byte_tensor", "byte_view", "crc32_of", "host_tensor", "locked_tensor", "storage_without_memory"]
+__all__ = [
+    "byte_tensor",
+    "byte_view",
+    "check_bytes",
+    "crc32_of",
+    "host_tensor",
+    "locked_tensor",
+    "storage_without_memory",
+]
 
 _log = logging.getLogger("fastpersist")
 
@@ -55,6 +63,15 @@ def crc32_of(data: torch.Tensor, before: int = 0) -> int:
     return _native.crc32((ctypes.c_char * data.nbytes).from_address(data.data_ptr()), before)
 
 
+def check_bytes(tensor: torch.Tensor) -> None:
+    """Refuse, as `byte_view` does, what has no bytes that lie in order in memory of its own."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"a tensor is needed, not {type(tensor).__name__}")
+    reason = _why_no_bytes(tensor)
+    if reason:
+        raise ConfigError(f"{_described(tensor)} cannot be seen as bytes: {reason}")
+
+
 @untraced
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor's bytes as a uint8 tensor, in the order they have in memory, without a copy.
@@ -77,11 +94,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
     Thread safety: any thread.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise ConfigError(f"a tensor is needed, not {type(tensor).__name__}")
-    reason = _why_no_bytes(tensor)
-    if reason:
-        raise ConfigError(f"{_described(tensor)} cannot be seen as bytes: {reason}")
+    check_bytes(tensor)
     try:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # or the view would be one, and no write to it be counted
