@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fastpersist as fp
+
+pytest.importorskip("torchft", reason="torchft has no wheel for this Python")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchft_replicas.py"
 
