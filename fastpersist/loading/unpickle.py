@@ -469,12 +469,13 @@ def torch_errors(source: CheckpointSource, why: str = "") -> Iterator[None]:
     except FastPersistError:
         raise
     except (RuntimeError, ValueError) as error:
-        # Other RuntimeErrors come from devices and memory.
-        is_reader = any(word in str(error) for word in ("PytorchStreamReader", "inline_container", "hasRecord"))
+        # Others come from devices and memory. Of names that are no UTF-8, torch says nothing with Python 3.10.
+        words = ("PytorchStreamReader", "inline_container", "hasRecord")
+        is_reader = not str(error) or any(word in str(error) for word in words)
         says_damage = is_reader or isinstance(error, ValueError)
         if source.kind != "torch_zip" or not says_damage or not _comes_from_torch(error):
             raise
-        said = f"torch cannot read the archive: {error}"
+        said = f"torch cannot read the archive: {str(error) or 'it does not say why'}"
         raise FormatError(f"{said} ({why})" if why else said, path=source.path) from error
 
 

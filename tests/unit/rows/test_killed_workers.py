@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def check_goes_on(store: RowStore, rows: torch.Tensor) -> None:
     assert not [ticket for waiting in store._waiting if (ticket := waiting()) is not None]
     assert torch.equal(store.gather(MANY), rows[MANY])
     assert torch.equal(store.prefetch(MANY + 1).result(), rows[MANY + 1])
-    loader = DataLoader(range(4), batch_size=None, num_workers=2)  # type: ignore[arg-type]
+    four: Any = range(4)
+    loader = DataLoader(four, batch_size=None, num_workers=2, multiprocessing_context="fork")
     numbers = [number for number, found in store.ahead(loader, ids=ids_of) if torch.equal(found, rows[ids_of(number)])]
     assert numbers == [0, 1, 2, 3]
 
@@ -90,7 +92,7 @@ def test_a_loop_ends_with_the_error_of_a_loader_that_lost_a_worker(
 ) -> None:
     skip_without(engine, path.parent)
     with RowStore(path, engine=engine, cache_bytes=0, ahead_bytes=3 * len(MANY) * 128) as store:
-        loader = DataLoader(Samples(12), batch_size=None, num_workers=worker_count)
+        loader = DataLoader(Samples(12), batch_size=None, num_workers=worker_count, multiprocessing_context="fork")
         seen = []
         with slow(5), pytest.raises(RuntimeError, match=LOST):
             for ids, found in store.ahead(loader, ids=lambda batch: batch, window=4):
@@ -110,7 +112,7 @@ def test_a_worker_that_is_killed_while_it_reads_takes_nothing_from_its_parent(
         with slow(20):
             tickets = [store.prefetch(ids_of(number)) for number in range(2)]  # under way when workers are forked
         samples = Gathered(store, rows)
-        loader = DataLoader(samples, batch_size=None, num_workers=2)
+        loader = DataLoader(samples, batch_size=None, num_workers=2, multiprocessing_context="fork")
         with pytest.raises(RuntimeError, match=LOST):
             for index, found in enumerate(loader):
                 assert found == bytes_of(rows[ids_of(index)])

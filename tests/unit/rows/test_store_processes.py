@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_a_child_that_has_used_the_store_goes_on_with_the_old_file(tmp_path: Pat
 def test_workers_of_a_loader_gather(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path) as store:
         store.gather(MANY)
-        loader = DataLoader(Batches(store), batch_size=None, num_workers=2)
+        loader = DataLoader(Batches(store), batch_size=None, num_workers=2, multiprocessing_context="fork")
         for index, found in enumerate(loader):
             assert torch.equal(found, rows[index::500])
         assert torch.equal(store.gather(MANY), rows[MANY])
@@ -183,11 +184,12 @@ def test_workers_of_a_loader_gather(path: Path, rows: torch.Tensor) -> None:
 
 def test_a_loop_over_a_loader_with_workers(path: Path, rows: torch.Tensor) -> None:
     with RowStore(path) as store:
-        loader = DataLoader(range(COUNT), batch_size=700, shuffle=True, num_workers=2)  # type: ignore[arg-type]
+        ids: Any = range(COUNT)
+        loader = DataLoader(ids, batch_size=700, shuffle=True, num_workers=2, multiprocessing_context="fork")
         seen = torch.zeros(COUNT, dtype=torch.int64)
-        for ids, found in store.ahead(loader, ids=lambda batch: batch, window=4):
-            assert torch.equal(found, rows[ids])
-            seen[ids] += 1
+        for batch, found in store.ahead(loader, ids=lambda batch: batch, window=4):
+            assert torch.equal(found, rows[batch])
+            seen[batch] += 1
         assert torch.equal(seen, torch.ones(COUNT, dtype=torch.int64))
 
 

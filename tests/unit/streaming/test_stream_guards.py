@@ -123,6 +123,11 @@ def interrupt(model: nn.Module, moment: int) -> int:
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
+        # At these moments an error of a profile function does what no signal does: a generator of Python 3.10 that goes
+        # on ends without its with statements, and a lock that Python 3.14 has just taken for one stays taken.
+        goes_on = event == "call" and sys.version_info < (3, 11) and frame.f_lasti >= 0
+        if goes_on or getattr(argument, "__name__", "") == "__enter__":
+            return
         if event in ("call", "c_return") and "/fastpersist/streaming/" in frame.f_code.co_filename:
             count += 1
             if count == moment:
