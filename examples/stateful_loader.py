@@ -91,7 +91,13 @@ def main(root: Path, steps: int, every: int) -> None:
         if found is not None:
             step, own = found["step"], found["rank_state"]
         positions: Positions = dict(own["positions"])
-        loader = StatefulDataLoader(Shards(positions), batch_size=2, num_workers=1, worker_init_fn=ignore_sigterm)
+        loader = StatefulDataLoader(
+            Shards(positions),
+            batch_size=2,
+            num_workers=1,
+            worker_init_fn=ignore_sigterm,
+            multiprocessing_context="fork",  # a worker that is started otherwise does not notice that its rank is gone
+        )
         if "loader" in own:  # as many ranks as saved it
             loader.load_state_dict(own["loader"])
         # --8<-- [end:load]

@@ -52,6 +52,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [one.value for one in board.Scalars("checkpoint/failed")] == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:codecs.open:DeprecationWarning")  # of mlflow, in Python 3.14
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
