@@ -75,7 +75,7 @@ TORCH_CHECK := import sys, torch; sys.exit(tuple(map(int, torch.__version__.spli
 PACKAGE_DIRS := import sys; print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")
 
 # Tools whose version is fixed are installed even if PYTHON has the same: their programs must be in $(BIN).
-PINNED := sed -n 's/^ *"\([a-z0-9-]*==[^"]*\)",.*/\1/p' pyproject.toml
+PRINT_PINNED := sed -n 's/^ *"\([a-z0-9-]*==[^"]*\)",.*/\1/p' pyproject.toml
 
 $(ENVIRONMENT): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -92,7 +92,7 @@ $(ENVIRONMENT): pyproject.toml
 	    $(PIP_INSTALL) torch==$(TORCH); \
 	  fi; \
 	fi
-	@$(PINNED) | $(PIP_INSTALL) --quiet --force-reinstall --no-deps -r /dev/stdin
+	@$(PRINT_PINNED) | $(PIP_INSTALL) --quiet --force-reinstall --no-deps -r /dev/stdin
 	$(INSTALL_CHECKOUT) '.[dev]'
 	@touch $@
 

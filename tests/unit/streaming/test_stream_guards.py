@@ -123,8 +123,8 @@ def interrupt(model: nn.Module, moment: int) -> int:
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count
-        # At these moments an error of a profile function does what no signal does: a generator of Python 3.10 that goes
-        # on ends without its with statements, and a lock that Python 3.14 has just taken for one stays taken.
+        # At these moments Python itself skips with statements: in 3.10 those of a generator that goes on, if a profile
+        # function raises the error, and in 3.14 one whose __enter__ has just returned (python/cpython#148874).
         goes_on = event == "call" and sys.version_info < (3, 11) and frame.f_lasti >= 0
         if goes_on or getattr(argument, "__name__", "") == "__enter__":
             return
