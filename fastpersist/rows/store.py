@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,8 +185,8 @@ class RowStore:
         UnsupportedError: A format without rows of numbers; or the named engine cannot work here.
         StorageError: A file cannot be opened, or there is no memory for the cache.
 
-    Thread safety: any thread. A forked child, such as a worker of a DataLoader, may use it too: its first use opens the
-    same files anew, without a cache. It is pickled as its arguments.
+    Thread safety: any thread. A child process, such as a worker of a DataLoader, may use it too, without a cache: a
+    forked one opens the same files anew at its first use, others when they start. It is pickled as its arguments.
 
     Source: the ideas of BaM (arXiv:2203.04910) and GIDS (arXiv:2306.16384) on ordinary files.
     """
@@ -512,7 +513,8 @@ class RowStore:
         return f"<RowStore {self._path!r} {shape} {self.dtype}{' closed' if self._closed else ''}>"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_open_again, (self._arguments,))
+        is_for_child = get_spawning_popen() is not None  # which multiprocessing starts
+        return _open_again, (self._arguments | ({"cache_bytes": 0} if is_for_child else {}),)
 
     def _opened(self) -> _native.RowStore:
         """Return the native side; in a forked child, open the files anew first."""

@@ -6,6 +6,7 @@ import ctypes
 import os
 import pickle
 import threading
+from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,20 @@ def test_a_store_is_pickled_as_its_arguments(path: Path, tmp_path: Path, rows: t
             ids = torch.randint(len(store), (300,))
             assert torch.equal(again.gather(ids), rows[ids % COUNT])
             assert again.stats().cache_row_limit == pytest.approx(store.stats().cache_row_limit, rel=0.5)
+
+
+def test_a_process_that_is_started_with_a_store_has_no_cache_as_a_forked_one(path: Path, rows: torch.Tensor) -> None:
+    with RowStore(path, cache_bytes=70_000) as store:
+        process: Any = object()
+        set_spawning_popen(process)  # as multiprocessing does while it pickles what a process gets
+        try:
+            pickled = pickle.dumps(store)
+        finally:
+            set_spawning_popen(None)
+        with pickle.loads(pickled) as again:
+            assert again.stats().cache_row_limit == 0
+            assert torch.equal(again.gather(MANY), rows[MANY])
+        assert store.stats().cache_row_limit > 0
 
 
 def test_pieces_in_the_home_directory_are_pickled(
