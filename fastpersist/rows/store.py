@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -215,7 +216,7 @@ class RowStore:
         self._engine = engine
         self._queue_depth = checked_number("queue_depth", queue_depth, 1, 4096) or _QUEUE_DEPTH
         self._rows: RowSource = open_rows(source, tensor=tensor, shape=shape, dtype=dtype, offset_bytes=offset_bytes)
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "source": _as_absolute(source),
             "tensor": tensor,
             "shape": shape,
@@ -513,8 +514,8 @@ class RowStore:
         return f"<RowStore {self._path!r} {shape} {self.dtype}{' closed' if self._closed else ''}>"
 
     def __reduce__(self) -> tuple[object, ...]:
-        is_for_child = get_spawning_popen() is not None  # which multiprocessing starts
-        return _open_again, (self._arguments | ({"cache_bytes": 0} if is_for_child else {}),)
+        cache = {"cache_bytes": 0} if get_spawning_popen() else {}  # none in a process that is started with it
+        return functools.partial(RowStore, **(self._arguments | cache)), ()
 
     def _opened(self) -> _native.RowStore:
         """Return the native side; in a forked child, open the files anew first."""
@@ -581,8 +582,7 @@ class RowStore:
         if split is not None:
             rows = split.joined(rows)
         wanted = (*shape, *self.row_shape)
-        if rows.shape != wanted:
-            rows = rows.view(wanted)
+        rows = rows if rows.shape == wanted else rows.view(wanted)
         return rows if device is None else rows.to(device, non_blocking=True)
 
     def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> None:
@@ -776,10 +776,6 @@ def _ladder(engine: str, fds: Sequence[int]) -> list[str]:
     if is_cached or any(ladder[0].endswith("-buffered") for ladder in ladders):
         return ["uring-buffered", "threads-buffered"]
     return ladders[0]
-
-
-def _open_again(arguments: dict[str, Any]) -> RowStore:
-    return RowStore(**arguments)
 
 
 # ------------------------------------------------------------------------------------------------------- the process

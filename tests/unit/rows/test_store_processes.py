@@ -6,7 +6,6 @@ import ctypes
 import os
 import pickle
 import threading
-from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from typing import Any
 
@@ -209,14 +208,13 @@ def test_a_store_is_pickled_as_its_arguments(path: Path, tmp_path: Path, rows: t
             assert again.stats().cache_row_limit == pytest.approx(store.stats().cache_row_limit, rel=0.5)
 
 
-def test_a_process_that_is_started_with_a_store_has_no_cache_as_a_forked_one(path: Path, rows: torch.Tensor) -> None:
+def test_a_process_that_is_started_with_a_store_has_no_cache_as_a_forked_one(
+    path: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RowStore(path, cache_bytes=70_000) as store:
-        process: Any = object()
-        set_spawning_popen(process)  # as multiprocessing does while it pickles what a process gets
-        try:
+        with monkeypatch.context() as patched:  # as while multiprocessing pickles what a process gets
+            patched.setattr("fastpersist.rows.store.get_spawning_popen", object)
             pickled = pickle.dumps(store)
-        finally:
-            set_spawning_popen(None)
         with pickle.loads(pickled) as again:
             assert again.stats().cache_row_limit == 0
             assert torch.equal(again.gather(MANY), rows[MANY])
