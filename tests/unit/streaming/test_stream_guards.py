@@ -126,7 +126,8 @@ def interrupt(model: nn.Module, moment: int) -> int:
         # At these moments Python itself skips with statements: in 3.10 those of a generator that goes on, if a profile
         # function raises the error, and in 3.14 one whose __enter__ has just returned (python/cpython#148874).
         goes_on = event == "call" and sys.version_info < (3, 11) and frame.f_lasti >= 0
-        if goes_on or getattr(argument, "__name__", "") == "__enter__":
+        has_entered = sys.version_info >= (3, 14) and getattr(argument, "__name__", "") == "__enter__"
+        if goes_on or has_entered:
             return
         if event in ("call", "c_return") and "/fastpersist/streaming/" in frame.f_code.co_filename:
             count += 1
