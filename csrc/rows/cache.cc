@@ -17,7 +17,7 @@ constexpr uint32_t kCellsPerSlot = 2;
 constexpr uint64_t kAgeAfterPerSlot = 4;  // misses until counts are halved
 constexpr uint8_t kCountMax = 15;         // the low bits of a cell; its tag is above
 
-constexpr uint32_t kPlacesPerSlot = 2;  // of the directory
+constexpr uint32_t kPlacesPerSlot = 2;  // of the directory, at most
 
 uint64_t HashOf(uint64_t row) { return row * 0x9E3779B97F4A7C15U; }
 // Spread over `count` places by the high bits.
@@ -35,16 +35,18 @@ void ReserveHuge(std::vector<Value>& values, size_t count) {
 
 }  // namespace
 
-RowCache::RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count)
+RowCache::RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count, uint64_t row_count)
     : slab_(slab),
       slab_bytes_(slab_bytes),
       row_bytes_(row_bytes),
       slot_count_(slot_count),
+      row_count_(row_count),
       fork_generation_(ForkGeneration()),
       cells_(uint64_t{slot_count} * kCellsPerSlot) {
   ReserveHuge(entries_, slot_count);
-  ReserveHuge(directory_, uint64_t{slot_count} * kPlacesPerSlot);
-  directory_.assign(uint64_t{slot_count} * kPlacesPerSlot, kNoSlot);
+  const uint64_t place_count = std::min(uint64_t{slot_count} * kPlacesPerSlot, row_count);
+  ReserveHuge(directory_, place_count);
+  directory_.assign(place_count, kNoSlot);
 }
 
 RowCache::~RowCache() {
@@ -62,14 +64,18 @@ Result<std::unique_ptr<RowCache>> RowCache::Create(uint64_t cache_bytes, uint32_
   if (slot_count > 0 && slab == nullptr) {
     return Status::Error(StatusCode::kNoMemory, "no memory for a cache of " + std::to_string(cache_bytes) + " bytes");
   }
-  return std::unique_ptr<RowCache>(new RowCache(slab, slab_bytes, row_bytes, static_cast<uint32_t>(slot_count)));
+  return std::unique_ptr<RowCache>(
+      new RowCache(slab, slab_bytes, row_bytes, static_cast<uint32_t>(slot_count), row_count));
 }
 
-size_t RowCache::HomeOf(uint64_t row) const { return PlaceFor(HashOf(row), directory_.size()); }
+size_t RowCache::HomeOf(uint64_t row) const {
+  return HasPlaceForEachRow() ? row : PlaceFor(HashOf(row), directory_.size());
+}
 
 // Where the slot of a row is, or the free place where it would be.
 size_t RowCache::PlaceOf(uint64_t row) const {
   size_t place = HomeOf(row);
+  if (HasPlaceForEachRow()) return place;
   while (directory_[place] != kNoSlot && entries_[directory_[place]].row != row) place = Next(place);
   return place;
 }
@@ -78,6 +84,10 @@ uint32_t RowCache::Find(uint64_t row) const { return directory_.empty() ? kNoSlo
 
 // Later slots move into the hole if their homes are not behind it.
 void RowCache::Erase(uint64_t row) {
+  if (HasPlaceForEachRow()) {
+    directory_[row] = kNoSlot;
+    return;
+  }
   const size_t count = directory_.size();
   size_t hole = PlaceOf(row);
   for (size_t next = Next(hole); directory_[next] != kNoSlot; next = Next(next)) {
@@ -90,6 +100,7 @@ void RowCache::Erase(uint64_t row) {
 }
 
 void RowCache::CountHit(uint32_t slot) const {
+  if (HasSlotForEachRow()) return;
   const std::atomic_ref<uint8_t> count(entries_[slot].count);
   const uint8_t so_far = count.load(std::memory_order_relaxed);
   if (so_far < kCountMax) count.store(static_cast<uint8_t>(so_far + 1), std::memory_order_relaxed);

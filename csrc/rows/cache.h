@@ -37,13 +37,14 @@ class RowCache {
 
   uint32_t slot_count() const { return slot_count_; }
   size_t size() const { return entries_.size(); }
+  bool HasSlotForEachRow() const { return slot_count_ == row_count_; }  // then none is ever evicted
 
   // Three steps before a row is copied, each of which needs the memory that the one before has fetched.
   void Prefetch(uint64_t row) const {
     if (!directory_.empty()) __builtin_prefetch(&directory_[HomeOf(row)]);
   }
   void PrefetchEntry(uint64_t row) const {
-    if (directory_.empty()) return;
+    if (directory_.empty() || HasSlotForEachRow()) return;
     const uint32_t slot = directory_[HomeOf(row)];
     if (slot != kNoSlot) __builtin_prefetch(&entries_[slot], /*rw=*/1);  // a hit is counted there
   }
@@ -55,7 +56,7 @@ class RowCache {
   const std::byte* BytesOf(uint32_t slot) const { return slab_ + (uint64_t{slot} * row_bytes_); }
   // The memory of all slots, of MapBuffers. Slots in use are the first ones.
   std::span<std::byte> slab() const { return {slab_, slab_bytes_}; }
-  // Threads may count at once; a lost count does not matter.
+  // Threads may count at once; a lost count does not matter. Where no row is ever evicted nothing is counted.
   void CountHit(uint32_t slot) const;
 
   // The coming uses of a cached row. The first is for one caller at a time; the second, for the rows of a batch that is
@@ -109,9 +110,11 @@ class RowCache {
     uint8_t count;
     auto operator<=>(const Value&) const = default;
   };
-  RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count);
+  RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count, uint64_t row_count);
 
-  // The directory: open addressing with linear probing; it is at most half full, and has no tombstones.
+  // The directory has a place for each row of the table where that takes no more memory than open addressing with
+  // linear probing, at most half full and without tombstones.
+  bool HasPlaceForEachRow() const { return directory_.size() == row_count_; }
   size_t HomeOf(uint64_t row) const;
   size_t PlaceOf(uint64_t row) const;
   size_t Next(size_t place) const { return place + 1 == directory_.size() ? 0 : place + 1; }
@@ -133,6 +136,7 @@ class RowCache {
   const uint64_t slab_bytes_;
   const uint32_t row_bytes_;
   const uint32_t slot_count_;
+  const uint64_t row_count_;  // of the table
   const uint64_t fork_generation_;
   std::vector<uint32_t> directory_;  // slots
   std::vector<Entry> entries_;       // of the slots in use, which are the first ones

@@ -2,6 +2,8 @@
 // is compared with std::unordered_map; of the plan and the cache, random tables show that they keep what they promise.
 //
 // row_plan_test [SCRATCH_DIRECTORY]
+#include <algorithm>
+#include <array>
 #include <set>
 #include <unordered_map>
 
@@ -230,14 +232,19 @@ void FillRow(std::byte* slot, uint64_t row, uint32_t row_bytes) {
 
 void NoTwoRowsAreInOneSlot() {
   constexpr uint32_t kRowBytes = 24;
-  for (uint64_t seed = 1; seed <= 10; ++seed) {
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
     Random random(seed);
-    const auto cache = Must(RowCache::Create(random.Within(100, 20'000), kRowBytes, 100'000));
+    // Tables of many rows, of rows that have a place each in the directory, and of rows that all fit.
+    const uint64_t row_count = std::array{100'000, 600, 300}[seed % 3];
+    const uint64_t cache_bytes = random.Within(row_count == 100'000 ? 100 : 16'000, 20'000);
+    const auto cache = Must(RowCache::Create(cache_bytes, kRowBytes, row_count));
+    EXPECT(cache->HasSlotForEachRow() == (row_count == 300));
     std::set<uint64_t> kept;
     uint32_t read_batch = 0;
     for (int step = 0; step < 20'000; ++step) {
-      const uint64_t row = random.Below(random.OneIn(2) ? 50 : 2000);
+      const uint64_t row = random.Below(random.OneIn(2) ? 50 : std::min<uint64_t>(row_count, 2000));
       cache->Prefetch(row);
+      cache->PrefetchEntry(row);
       const uint32_t batch = read_batch + 1 + static_cast<uint32_t>(random.Below(RowCache::kWindow));
       EXPECT(cache->KnowsBatch(batch) && !cache->KnowsBatch(read_batch + RowCache::kWindow + 1));
       const uint32_t slot = cache->Find(row);
