@@ -12,7 +12,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from fastpersist.cli.report.records import Run, Save
-from fastpersist.display import duration_text, size_text
+from fastpersist.display import count_text, duration_text, size_text
 
 __all__ = ["BINS_MAX", "Bars", "Chart", "Line", "Span", "Unit", "charts_of"]
 
@@ -254,6 +254,6 @@ def _retention(run: Run) -> Chart:
     if run.kept:
         _, step_count, size = run.kept[-1]
         points.append((run.kept[-1][0], size))
-        note = f"At the end {step_count} steps, {size_text(int(size))}."
+        note = f"At the end {count_text(step_count, 'step')}, {size_text(int(size))}."
     lines = [Line("all steps that are there", 1, points, "steps")]
     return Chart("retention", "Bytes that are kept", "bytes", "time", lines=lines, note=note)

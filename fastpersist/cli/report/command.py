@@ -17,7 +17,7 @@ from fastpersist.cli.report.records import Run, read_run, steps_there
 from fastpersist.cli.report.table import as_json, print_costs
 from fastpersist.cli.terminal import EXIT_GOOD
 from fastpersist.commit.file_commit import replace_small_file
-from fastpersist.display import printable
+from fastpersist.display import count_text, printable
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.events.log import read_events
 
@@ -137,7 +137,8 @@ def _draw(found: Run, html: str | None, png: str | None) -> None:
     if html is not None:
         page = html_page(found)
         replace_small_file(html, page.encode("utf-8", "backslashreplace"))
-        print(f"{printable(html)}: {len(found.saves)} saves, {len(found.steps_there)} steps that are there")
+        saves, steps = count_text(len(found.saves), "save"), count_text(len(found.steps_there), "step")
+        print(f"{printable(html)}: {saves}, {steps} kept")
     if png is not None:
         for path in draw_charts(charts_of(found), png):
             print(printable(path))

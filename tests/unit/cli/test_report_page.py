@@ -375,6 +375,15 @@ def test_without_matplotlib_it_is_said_what_to_install(
     assert "pip install 'fastpersist[plots]'" in capsys.readouterr().err
 
 
+def test_one_save_is_a_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fp.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)})
+    out = tmp_path / "out.html"
+    assert main(["report", str(tmp_path / "run"), "--html", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f"{out}: 1 save, 1 step kept\n")
+    assert "At the end 1 step, " in out.read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["--json", "--html", "x.html"], "--json prints the table"), (["--probe"], "add --html FILE or --png DIR")],
