@@ -100,7 +100,6 @@ void RowCache::Erase(uint64_t row) {
 }
 
 void RowCache::CountHit(uint32_t slot) const {
-  if (HasSlotForEachRow()) return;
   const std::atomic_ref<uint8_t> count(entries_[slot].count);
   const uint8_t so_far = count.load(std::memory_order_relaxed);
   if (so_far < kCountMax) count.store(static_cast<uint8_t>(so_far + 1), std::memory_order_relaxed);

@@ -37,7 +37,9 @@ class RowCache {
 
   uint32_t slot_count() const { return slot_count_; }
   size_t size() const { return entries_.size(); }
-  bool HasSlotForEachRow() const { return slot_count_ == row_count_; }  // then none is ever evicted
+  // Then none is ever evicted, and neither counts nor coming uses matter.
+  bool HasSlotForEachRow() const { return slot_count_ == row_count_; }
+  bool HasEachRow() const { return entries_.size() == row_count_; }
 
   // Three steps before a row is copied, each of which needs the memory that the one before has fetched.
   void Prefetch(uint64_t row) const {
@@ -46,7 +48,7 @@ class RowCache {
   void PrefetchEntry(uint64_t row) const {
     if (directory_.empty() || HasSlotForEachRow()) return;
     const uint32_t slot = directory_[HomeOf(row)];
-    if (slot != kNoSlot) __builtin_prefetch(&entries_[slot], /*rw=*/1);  // a hit is counted there
+    if (slot != kNoSlot) __builtin_prefetch(&entries_[slot], /*rw=*/1);  // a hit is noted there
   }
   void PrefetchBytes(uint32_t slot) const {
     const std::byte* const bytes = BytesOf(slot);  // the processor foresees the rest of a long row
@@ -56,7 +58,7 @@ class RowCache {
   const std::byte* BytesOf(uint32_t slot) const { return slab_ + (uint64_t{slot} * row_bytes_); }
   // The memory of all slots, of MapBuffers. Slots in use are the first ones.
   std::span<std::byte> slab() const { return {slab_, slab_bytes_}; }
-  // Threads may count at once; a lost count does not matter. Where no row is ever evicted nothing is counted.
+  // Threads may count at once; a lost count does not matter.
   void CountHit(uint32_t slot) const;
 
   // The coming uses of a cached row. The first is for one caller at a time; the second, for the rows of a batch that is

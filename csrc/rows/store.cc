@@ -127,7 +127,7 @@ bool RowStore::FailIfChanged(RowRequest& request) {
 void RowStore::Register(std::span<const int64_t> ids, uint32_t batch) {
   for (size_t first = 0; first < ids.size(); first += kLockedCount) {
     const std::lock_guard lock(lock_);
-    if (!cache_->KnowsBatch(batch)) return;
+    if (!cache_->KnowsBatch(batch) || cache_->HasEachRow()) return;
     for (const int64_t id : ids.subspan(first, std::min(kLockedCount, ids.size() - first))) {
       const uint64_t position = table_.PositionOf(id);
       const uint32_t slot = cache_->Find(position);
@@ -268,6 +268,7 @@ void RowStore::LookUp(std::span<const int64_t> ids, Use use) const {
 }
 
 void RowStore::CountHit(uint32_t slot, uint32_t batch) const {
+  if (cache_->HasSlotForEachRow()) return;
   cache_->CountHit(slot);
   if (RowRequest::IsRegistered(batch)) cache_->EndUse(slot, batch);
 }

@@ -4,6 +4,7 @@
 //
 // row_store_test [SCRATCH_DIRECTORY]
 #include <algorithm>
+#include <numeric>
 #include <thread>
 
 #include "rows/store.h"
@@ -155,6 +156,26 @@ void RowsThatRegisteredRequestsWillUseStayInTheCache() {
   const uint64_t hit_count = store->stats().hit_count;
   ExpectRows(*store, known, 2);
   EXPECT(store->stats().hit_count == hit_count + known.size());
+}
+
+void RegisteredRequestsFindTheirRowsInACacheOfAllRows() {
+  const TableFiles files(128, {{0, 3000}});
+  const auto store =
+      Must(RowStore::Open(files.Table(), {.reader = {.engines = {"threads-buffered"}}, .cache_bytes = 1 << 20}));
+  std::vector<int64_t> all(3000);
+  std::iota(all.begin(), all.end(), 0);
+  // The first half comes with requests that are registered before it is cached, and the rest meanwhile.
+  const std::vector<int64_t> half(all.begin(), all.begin() + 1500);
+  for (uint32_t batch = 1; batch <= 3; ++batch) store->Register(half, batch);
+  ExpectRows(*store, half, 1);
+  ExpectRows(*store, all);
+  const RowStoreStats before = store->stats();
+  store->Register(all, 4);
+  for (uint32_t batch = 2; batch <= 4; ++batch) ExpectRows(*store, batch == 4 ? all : half, batch);
+  store->Unregister(all, 5);
+  EXPECT(store->stats().read_count == before.read_count && store->stats().cached_count == all.size());
+  EXPECT(store->stats().hit_count == before.hit_count + (2 * half.size()) + all.size());
+  EXPECT(store->Keep(all) == 0 && store->CountKept() == all.size());
 }
 
 // --- several requests
@@ -349,9 +370,9 @@ int main(int argc, char** argv) {
       {TEST(GathersBringTheRowsAskedFor), TEST(DenseRowsThatStraddleBlocksAreReadInPartsOfBearableLength),
        TEST(IdsMayDifferFromPositions), TEST(ARequestMayHaveManyReads), TEST(TheStatisticsCount),
        TEST(RowsThatAreKeptNeedNoMoreReads), TEST(RowsThatAreCachedWhenARequestToKeepThemComesAreKept),
-       TEST(RowsThatRegisteredRequestsWillUseStayInTheCache), TEST(RequestsForTheSameRowsShareTheirReads),
-       TEST(RowsOfABlockThatRequestsWillUseComeWithTheFirstOfThem), TEST(RowsOfABlockThatIsBeingReadShareTheRead),
-       TEST(WhoWaitsForARowDoesNotWaitBehindAQueueForItsNeighbour), TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait),
-       TEST(MoreSmallRequestsThanQueuesAreDoneToo), TEST(AStoreMayGoWithRequestsUnderWay),
-       TEST(ManyThreadsMayDoAnything)});
+       TEST(RowsThatRegisteredRequestsWillUseStayInTheCache), TEST(RegisteredRequestsFindTheirRowsInACacheOfAllRows),
+       TEST(RequestsForTheSameRowsShareTheirReads), TEST(RowsOfABlockThatRequestsWillUseComeWithTheFirstOfThem),
+       TEST(RowsOfABlockThatIsBeingReadShareTheRead), TEST(WhoWaitsForARowDoesNotWaitBehindAQueueForItsNeighbour),
+       TEST(ACancelledRequestLeavesItsReadsToThoseWhoWait), TEST(MoreSmallRequestsThanQueuesAreDoneToo),
+       TEST(AStoreMayGoWithRequestsUnderWay), TEST(ManyThreadsMayDoAnything)});
 }
