@@ -120,6 +120,7 @@ uint16_t RowCache::BeginHold() {
 }
 
 void RowCache::Hold(uint32_t slot) const {
+  if (HasSlotForEachRow()) return;  // after Clear no row is admitted while a hold lasts
   // All threads write the same number, as no hold begins meanwhile: none undoes what another one has written.
   std::atomic_ref(entries_[slot].hold).store(last_hold_, std::memory_order_relaxed);
 }
