@@ -37,7 +37,7 @@ class RowCache {
 
   uint32_t slot_count() const { return slot_count_; }
   size_t size() const { return entries_.size(); }
-  // Then none is ever evicted, and neither counts nor coming uses matter.
+  // Then none is ever evicted, and neither counts nor coming uses nor holds of single slots matter.
   bool HasSlotForEachRow() const { return slot_count_ == row_count_; }
   bool HasEachRow() const { return entries_.size() == row_count_; }
 
