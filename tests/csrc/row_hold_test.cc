@@ -52,6 +52,18 @@ class FullCache {
   uint64_t other_ = 1000;
 };
 
+void ACacheOfAllRowsThatIsHeldAdmitsNoneAfterClear() {
+  const auto cache = Must(RowCache::Create(1 << 20, kRowBytes, 10));
+  for (uint64_t row = 0; row < 10; ++row) cache->Admit(row, 0, /*keep=*/false);
+  EXPECT(cache->HasEachRow());
+  const uint16_t hold = cache->BeginHold();
+  cache->Hold(cache->Find(3));
+  cache->Clear();
+  EXPECT(cache->Admit(7, 0, /*keep=*/true).slot == nullptr);
+  cache->EndHold(hold);
+  EXPECT(cache->Admit(7, 0, /*keep=*/false).slot != nullptr);
+}
+
 void HeldRowsStayAndOthersGo() {
   FullCache cache;
   const uint16_t hold = cache->BeginHold();
@@ -274,9 +286,9 @@ int main(int argc, char** argv) {
   using namespace fastpersist;
   return Run(
       argc, argv,
-      {TEST(HeldRowsStayAndOthersGo), TEST(ACacheThatIsHeldAsAWholeTakesNoRows),
-       TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld), TEST(HoldsMayOverlapAndEndInAnyOrder),
-       TEST(NumbersOfHoldsMayBeginAgain), TEST(AHoldOutlastsAllNumbers),
+      {TEST(HeldRowsStayAndOthersGo), TEST(ACacheOfAllRowsThatIsHeldAdmitsNoneAfterClear),
+       TEST(ACacheThatIsHeldAsAWholeTakesNoRows), TEST(RowsThatAreKeptTakeThePlacesThatAreNotHeld),
+       TEST(HoldsMayOverlapAndEndInAnyOrder), TEST(NumbersOfHoldsMayBeginAgain), TEST(AHoldOutlastsAllNumbers),
        TEST(ACacheThatIsEmptiedTakesNoRowsBeforeItsHoldsHaveEnded), TEST(RowsAreFoundWhereTheyLieAndTheOthersNamed),
        TEST(RowsThatAreTakenComeAboutInTheOrderOfTheirSlots), TEST(AnErrorOfWhoTakesThemEndsAHold),
        TEST(MemoryIsPinnedAsItFills), TEST(OtherThreadsGoOnWithWhatIsPinnedSoFar)});
