@@ -65,6 +65,16 @@ constexpr uint32_t PowerOfX(uint64_t count, size_t log2_unit) {
   return power;
 }
 
+// kMoves[digit][n] is x^(8 * n * 256^digit): a state is moved over a count of bytes by a multiplication for each digit.
+constexpr auto kMoves = [] {
+  std::array<std::array<uint32_t, 256>, sizeof(uint64_t)> moves{};
+  for (size_t digit = 0; digit < moves.size(); ++digit) {
+    moves[digit][0] = kOne;
+    for (size_t n = 1; n < 256; ++n) moves[digit][n] = Multiply(moves[digit][n - 1], kSquares[8 * digit + 3]);
+  }
+  return moves;
+}();
+
 // --- Portable: sixteen table look-ups for sixteen bytes --------------------------------------------------------------
 
 // kTables[n][byte] is the state of `byte` followed by n zero bytes, so that bytes can be looked up independently.
@@ -453,7 +463,10 @@ uint32_t CopyWithCrc32(uint32_t crc, std::byte* target, const std::byte* source,
 // The inversions of the two CRCs and of their concatenation cancel out, so states and CRCs join alike.
 uint32_t CombineCrc32(uint32_t first, uint32_t second, uint64_t second_size_bytes) {
   if (first == 0) return second;  // zero times anything
-  return Multiply(first, PowerOfX(second_size_bytes, kBitsPerByteLog2)) ^ second;
+  for (size_t digit = 0; second_size_bytes != 0; ++digit, second_size_bytes >>= 8) {
+    if ((second_size_bytes & 0xFF) != 0) first = Multiply(first, kMoves[digit][second_size_bytes & 0xFF]);
+  }
+  return first ^ second;
 }
 
 }  // namespace fastpersist
