@@ -13,7 +13,7 @@ inline pybind11::object Taken(PyObject* made) {
   return pybind11::reinterpret_steal<pybind11::object>(made);
 }
 
-inline uint64_t AsUnsigned(const pybind11::object& number) {
+inline uint64_t AsUnsigned(pybind11::handle number) {
   const unsigned long long value = PyLong_AsUnsignedLongLong(number.ptr());
   if (value == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
   return value;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "binding/bindings.h"
+#include "binding/tensor_questions.h"
 #include "transfer/file_writer.h"
 #include "transfer/snapshot.h"
 
@@ -41,14 +42,18 @@ struct Record {
   uint16_t flags() const { return size_bytes > 0 ? kNameIsUtf8 | kHasDescriptor : kNameIsUtf8; }
 };
 
+// Asks the interpreter directly: with thousands of records, pybind11's conversions take longer than all else.
 Record RecordOf(py::handle record) {
-  const auto fields = record.cast<py::tuple>();
-  if (fields.size() != 5) throw py::value_error("a record has five fields");
-  return {.name = fields[0].cast<std::string_view>(),
-          .size_bytes = fields[1].cast<uint64_t>(),
-          .header_offset_bytes = fields[2].cast<uint64_t>(),
-          .data_offset_bytes = fields[3].cast<uint64_t>(),
-          .descriptor_bytes = fields[4].cast<uint64_t>()};
+  PyObject* const fields = record.ptr();
+  if (!PyTuple_Check(fields) || PyTuple_GET_SIZE(fields) != 5 || !PyBytes_Check(PyTuple_GET_ITEM(fields, 0))) {
+    throw py::value_error("a record is a tuple of a name in bytes and four numbers");
+  }
+  PyObject* const name = PyTuple_GET_ITEM(fields, 0);
+  return {.name = {PyBytes_AS_STRING(name), size_t(PyBytes_GET_SIZE(name))},
+          .size_bytes = AsUnsigned(PyTuple_GET_ITEM(fields, 1)),
+          .header_offset_bytes = AsUnsigned(PyTuple_GET_ITEM(fields, 2)),
+          .data_offset_bytes = AsUnsigned(PyTuple_GET_ITEM(fields, 3)),
+          .descriptor_bytes = AsUnsigned(PyTuple_GET_ITEM(fields, 4))};
 }
 
 // Append a number in little-endian bytes.

@@ -317,8 +317,7 @@ class PieceStream:
             with_crcs: Compute and record CRCs.
         """
         self._end_literal()
-        first, count = part.first_source, len(part.records)
-        self._pieces.add_records(part.records, sources[first : first + count], first, self._snapshot, with_crcs)
+        self._pieces.add_records(part.records, sources, part.first_source, self._snapshot, with_crcs)
         self._added(part.records[-1].end_offset_bytes - part.offset_bytes)
         self.flush()
 

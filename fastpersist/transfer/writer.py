@@ -89,15 +89,17 @@ class Pieces:
 
         Args:
             records: Where they lie.
-            storages: Of each record storage, offset and length of its data. Kept alive until this object is dropped.
-            first_source: The first record's data are this source of the snapshot, and its CRC goes into this slot.
-            snapshot: Holds the data; without it they are read from where they are, in host memory.
+            storages: Of each source of the file storage, offset and length.
+            first_source: The first record's data are this source, and its CRC goes into this slot.
+            snapshot: Holds the data. Without it they are read from their storages, in host memory, which are kept alive
+                until this object is dropped.
             with_crcs: Compute and record CRCs.
         """
         addresses = []
         if snapshot is None:
-            addresses = [storage.data_ptr() + offset_bytes for storage, offset_bytes, _ in storages]
-            self._kept += [storage for storage, _, _ in storages]
+            of_records = storages[first_source : first_source + len(records)]
+            addresses = [storage.data_ptr() + offset_bytes for storage, offset_bytes, _ in of_records]
+            self._kept += [storage for storage, _, _ in of_records]
         self.native.add_records(records, first_source, with_crcs, snapshot, addresses)
 
 
