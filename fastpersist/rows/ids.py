@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fastpersist.errors import ConfigError, RowIndexError
+from fastpersist.transfer.tensor_memory import address_of
 
 __all__ = ["checked_ids", "plain_array"]
 
@@ -17,13 +18,14 @@ _WHOLE_NUMBERS = {
 
 
 def checked_ids(
-    ids: Any, find_bad: Callable[[torch.Tensor], int], row_count: int, path: str
+    ids: Any, find_bad: Callable[[int, int], int], row_count: int, path: str
 ) -> tuple[torch.Tensor, torch.Size]:
     """Return ids as a contiguous int64 tensor of one dimension on the CPU, and the shape they were given in.
 
     Args:
         ids: A tensor of whole numbers on any device, an array, a list of them, or one number.
-        find_bad: Returns the place of the first id that is no row, or how many ids there are.
+        find_bad: Of the address and number of int64 ids, returns the place of the first one that is no row, or their
+            number.
         row_count: Of the table, for messages.
         path: Of the table, for messages.
 
@@ -43,10 +45,12 @@ def checked_ids(
         raise ConfigError(f"ids are whole numbers, not {given.dtype}")
     if given.is_meta or given.layout != torch.strided:
         raise ConfigError(f"ids are whole numbers in a dense tensor, not in one of {given.layout} on {given.device}")
-    flat = given.to("cpu", torch.int64).contiguous().flatten()
-    if flat.untyped_storage().device.type == "meta":
-        raise ConfigError("ids are whole numbers in memory, not in a fake tensor")
-    bad = find_bad(flat)
+    is_flat = given.dim() == 1 and given.is_cpu and given.dtype == torch.int64 and given.is_contiguous()
+    flat = given if is_flat else given.to("cpu", torch.int64).contiguous().flatten()
+    address = address_of(flat)
+    if not address:
+        raise ConfigError("ids are whole numbers in memory, not in a fake tensor, nor inside torch.func transforms")
+    bad = find_bad(address, flat.numel())
     if bad < flat.numel():
         place = f"[{', '.join(map(str, _indices(bad, given.shape)))}]" if given.dim() else ""
         raise RowIndexError(f"ids{place} is {given.reshape(-1)[bad].item()}; {path} has {row_count} rows")

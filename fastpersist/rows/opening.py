@@ -24,7 +24,7 @@ from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.unpickle import torch_dtype
 from fastpersist.rows.sidecar import read_positions
 
-__all__ = ["Piece", "RowSource", "Source", "facts_of", "open_rows", "row_layout"]
+__all__ = ["Piece", "RowSource", "Source", "as_absolute", "facts_of", "open_rows", "row_layout"]
 
 Path: TypeAlias = "str | os.PathLike[str]"
 Source: TypeAlias = "Path | Sequence[Path | tuple[Path, str]]"
@@ -77,6 +77,19 @@ class _Table(NamedTuple):
     row_shape: tuple[int, ...]
     dtype: torch.dtype
     position_of_row: torch.Tensor | None
+
+
+def as_absolute(source: Source) -> Source:
+    """Return the source for a process in another directory."""
+
+    def absolute(path: str | os.PathLike[str]) -> str:
+        return os.path.abspath(local_path(path, "source"))
+
+    if isinstance(source, str | os.PathLike):
+        return absolute(source)
+    return [
+        absolute(piece) if isinstance(piece, str | os.PathLike) else (absolute(piece[0]), piece[1]) for piece in source
+    ]
 
 
 def open_rows(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fastpersist import _native
-from fastpersist.arguments import byte_count, local_path
+from fastpersist.arguments import byte_count
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.errors import ConfigError, FastPersistError, InternalError, StorageError
 from fastpersist.rows.ahead import ahead
@@ -37,11 +37,12 @@ from fastpersist.rows.device_rows import (
     send_rows,
 )
 from fastpersist.rows.ids import checked_ids
-from fastpersist.rows.opening import RowSource, Source, facts_of, open_rows
+from fastpersist.rows.opening import RowSource, Source, as_absolute, facts_of, open_rows
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
-from fastpersist.transfer.tensor_memory import check_bytes
+from fastpersist.transfer.tensor_memory import address_of, check_bytes
 from fastpersist.transfer.tensor_requests import checked_number
+from fastpersist.transfer.torch_boundary import untraced
 from fastpersist.uncopied import Uncopied
 
 __all__ = ["RowStats", "RowStore", "RowTicket"]
@@ -217,7 +218,7 @@ class RowStore:
         self._queue_depth = checked_number("queue_depth", queue_depth, 1, 4096) or _QUEUE_DEPTH
         self._rows: RowSource = open_rows(source, tensor=tensor, shape=shape, dtype=dtype, offset_bytes=offset_bytes)
         self._arguments: dict[str, Any] = {
-            "source": _as_absolute(source),
+            "source": as_absolute(source),
             "tensor": tensor,
             "shape": shape,
             "dtype": dtype,
@@ -300,6 +301,7 @@ class RowStore:
 
     # --- rows
 
+    @untraced
     def gather(
         self, ids: Any, *, out: torch.Tensor | None = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
@@ -335,6 +337,7 @@ class RowStore:
         self._await(asked.request)
         return self._shaped(asked.rows, shape, wanted, asked.cached, split)
 
+    @untraced
     def gather_unique(self, ids: Any, *, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row once, and where each id finds its own: `unique[inverse]` is `gather(ids)`.
 
@@ -353,6 +356,7 @@ class RowStore:
         inverse = inverse.view(shape)
         return self.gather(unique, device=device), inverse if device is None else inverse.to(device)
 
+    @untraced
     def prefetch(self, ids: Any, *, device: torch.device | str | None = None) -> RowTicket:
         """Ask for rows that will be wanted later; they are read while the caller goes on.
 
@@ -547,9 +551,7 @@ class RowStore:
             raise ConfigError(
                 f"torch.jit.trace records no reads, here of rows of {self._path}; gather them outside of what is traced"
             )
-        return checked_ids(
-            ids, lambda flat: native.first_bad_id(flat.data_ptr(), flat.numel()), self.row_count, self._path
-        )
+        return checked_ids(ids, native.first_bad_id, self.row_count, self._path)
 
     def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
         """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
@@ -557,7 +559,10 @@ class RowStore:
             with torch.inference_mode(False):
                 return self._new_rows(count, device)
         pinned = count > 0 and device is not None and device.type == "cuda"
-        return torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
+        rows = torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
+        if count > 0 and not address_of(rows):
+            raise ConfigError("tensors have no memory here; leave the FakeTensorMode or torch.func.functionalize first")
+        return rows
 
     def _split(self, ids: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Split | None]:
         """Return the ids of the rows that are not on the device, and how their rows join those that are."""
@@ -587,7 +592,7 @@ class RowStore:
 
     def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> None:
         wanted = (*shape, *self.row_shape)
-        if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or out.layout != torch.strided:
+        if not isinstance(out, torch.Tensor) or not out.is_cpu or out.layout != torch.strided:
             raise ConfigError("out is a tensor on the CPU; device= brings rows elsewhere")
         if out.shape != wanted or out.dtype != self.dtype or not out.is_contiguous():
             raise ConfigError(
@@ -601,8 +606,6 @@ class RowStore:
             torch.autograd.graph.increment_version(out)  # who compares its version must see the change
 
     def _start(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> _native.RowRequest:
-        if rows.untyped_storage().device.type == "meta":
-            raise ConfigError("a FakeTensorMode is active, and fake tensors have no memory for rows; leave it first")
         return native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
 
     def _bring(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
@@ -738,19 +741,6 @@ class _Asked(NamedTuple):
 class _UnderWay(NamedTuple):
     size_bytes: int
     ticket: weakref.ref[RowTicket]
-
-
-def _as_absolute(source: Source) -> Source:
-    """Return the source for a process in another directory."""
-
-    def absolute(path: str | os.PathLike[str]) -> str:
-        return os.path.abspath(local_path(path, "source"))
-
-    if isinstance(source, str | os.PathLike):
-        return absolute(source)
-    return [
-        absolute(piece) if isinstance(piece, str | os.PathLike) else (absolute(piece[0]), piece[1]) for piece in source
-    ]
 
 
 def _checked_device(device: torch.device | str | None) -> torch.device | None:

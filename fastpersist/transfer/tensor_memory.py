@@ -20,6 +20,7 @@ from fastpersist.errors import ConfigError
 from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = [
+    "address_of",
     "byte_tensor",
     "byte_view",
     "check_bytes",
@@ -56,6 +57,16 @@ def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
     """View host memory that somebody else owns as a uint8 tensor of shape [size_bytes]."""
     return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where a dense tensor's first element lies; 0 if it has no memory, as fake ones and those of transforms."""
+    try:
+        if type(tensor) not in _PLAIN and tensor.untyped_storage().device.type == "meta":  # torch would warn
+            return 0
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def crc32_of(data: torch.Tensor, before: int = 0) -> int:
@@ -125,7 +136,8 @@ def _why_no_bytes(tensor: torch.Tensor) -> str:
     if tensor.layout != torch.strided:
         return _why_not_strided(tensor)
     anything: object = tensor  # mypy takes a tensor for no wrapper
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(anything):
+    is_plain = type(tensor) in _PLAIN
+    if not is_plain and is_traceable_wrapper_subclass(anything):
         parts = [f".{name}" for name in anything.__tensor_flatten__()[0]]
         return "its memory lies in other tensors; pass " + (
             ".to_local()" if hasattr(tensor, "to_local") else " and ".join(parts)
@@ -136,7 +148,8 @@ def _why_no_bytes(tensor: torch.Tensor) -> str:
         return "it is negated only when it is read; pass .resolve_neg()"
     try:
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # those of fake tensors are, whatever device these claim
+        # Storages of fake tensors are, whatever device these claim.
+        if tensor.is_meta if is_plain else storage.device.type == "meta":
             return "it is fake, or on the meta device, and has no memory; pass one like it on a real device"
         address = storage.data_ptr()
     except (NotImplementedError, RuntimeError):

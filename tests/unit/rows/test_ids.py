@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from typing import Any
 
@@ -18,16 +19,16 @@ with warnings.catch_warnings():
     NESTED = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])
 
 
-def find_bad(ids: torch.Tensor) -> int:
-    assert ids.dtype == torch.int64
-    assert ids.dim() == 1
-    assert ids.is_contiguous()
-    bad = ((ids < 0) | (ids >= ROW_COUNT)).nonzero()
-    return int(bad[0]) if len(bad) else ids.numel()
+def find_bad(address: int, count: int) -> int:
+    ids = (ctypes.c_int64 * count).from_address(address)
+    return next((place for place, number in enumerate(ids) if not 0 <= number < ROW_COUNT), count)
 
 
 def checked(ids: Any) -> tuple[list[int], tuple[int, ...]]:
     flat, shape = checked_ids(ids, find_bad, ROW_COUNT, "table.npy")
+    assert flat.dtype == torch.int64
+    assert flat.dim() == 1
+    assert flat.is_contiguous()
     return flat.tolist(), tuple(shape)
 
 
@@ -130,9 +131,9 @@ def test_the_first_id_that_is_no_row_is_named(ids: Any, message: str) -> None:
 def test_no_ids_need_no_check() -> None:
     calls: list[int] = []
 
-    def find(flat: torch.Tensor) -> int:
-        calls.append(flat.numel())
-        return flat.numel()
+    def find(_address: int, count: int) -> int:
+        calls.append(count)
+        return count
 
     checked_ids([1, 2], find, 3, "t")
     checked_ids([], find, 3, "t")
@@ -149,3 +150,10 @@ def test_an_array_that_torch_takes_is_not_copied() -> None:
     ids = np.array([3, 99, 0])
     flat, _ = checked_ids(ids, find_bad, ROW_COUNT, "table.npy")
     assert flat.data_ptr() == ids.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("transform", [torch.func.functionalize, torch.func.vmap])
+def test_ids_of_transforms_are_refused(transform: Any) -> None:
+    for ids in (torch.tensor([1, 2]), torch.tensor([[1, 2]], dtype=torch.int32)):
+        with pytest.raises(ConfigError, match=r"torch\.func"):
+            transform(checked)(ids)

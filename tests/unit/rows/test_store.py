@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -436,6 +437,23 @@ def test_fake_tensors_have_no_memory_for_rows(path: Path) -> None:
             store.gather(fake_ids)
         with pytest.raises(ConfigError):
             store.gather([1], out=fake_out)
+
+
+def test_rows_of_transforms_are_refused(path: Path) -> None:
+    with RowStore(path) as store:
+        ids = torch.tensor([1])
+        with pytest.raises(ConfigError, match=r"torch\.func"):
+            torch.func.functionalize(store.gather)(ids)
+        with pytest.raises(ConfigError, match="no memory here"):  # the result's; these ids are plain
+            torch.func.functionalize(lambda _: store.gather(ids))(torch.ones(1))
+
+
+def test_compiled_code_calls_the_store(path: Path, rows: torch.Tensor) -> None:
+    ids = torch.tensor([1, 2])
+    with RowStore(path) as store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = torch.compile(lambda some: store.gather(some) + 1, backend="eager")
+        assert torch.equal(compiled(ids), rows[ids] + 1)
 
 
 def test_pieces_may_come_as_lists_or_from_a_generator(path: Path, rows: torch.Tensor) -> None:
