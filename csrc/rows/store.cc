@@ -441,6 +441,7 @@ bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::sp
   const RowRequest& other = *requests_.at(static_cast<uint32_t>(*flight >> 32));
   const RowRead& read = other.reads[static_cast<uint32_t>(*flight)];
   const uint64_t end = place.offset_bytes + table_.row_bytes();
+  if (place.piece != read.piece) return false;  // two pieces of very many may share a cell
   if (place.offset_bytes < read.offset_bytes || end > read.offset_bytes + read.needed_bytes) return false;
   // Who waits for rows now does not wait behind a queue for one that comes along by chance.
   const RowWant& last = other.wants[read.first_want + read.want_count - 1];

@@ -13,10 +13,20 @@ from typing import NamedTuple
 import torch
 
 from fastpersist import _native
-from fastpersist.errors import DeviceError, UnsupportedError
+from fastpersist.errors import ConfigError, DeviceError, UnsupportedError
 from fastpersist.transfer.cuda import tell_of_gathers, tell_of_pinning, why_not_native
 
-__all__ = ["CachedRows", "DeviceRows", "SentRows", "Split", "cached_rows", "kept_on_device", "rows_at", "send_rows"]
+__all__ = [
+    "CachedRows",
+    "DeviceRows",
+    "SentRows",
+    "Split",
+    "cached_rows",
+    "checked_device",
+    "kept_on_device",
+    "rows_at",
+    "send_rows",
+]
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _WORD_BYTES_MIN = 4  # as of csrc/device/row_kernel.h
@@ -24,6 +34,25 @@ _ROW_BYTES_MIN = 256  # of shorter rows, a device reads too few bytes at a time 
 _GATHERED_BYTES_MIN = 1 << 20  # fewer are gathered faster by the host: a device takes a while to begin
 _COUNT_MAX = 2**31 - 1
 _AT_ONCE_BYTES = 64 << 20  # for what is brought before it is put in its place, in the device's memory
+
+
+def checked_device(device: torch.device | str | None) -> torch.device | None:
+    """Return where rows are wanted, a CUDA device with its number; None if nothing is said.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {device!r}: {error}") from None
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {device!r}, and torch finds no CUDA device here")
+    if wanted == torch.device("cuda"):  # rows are kept by the device's number
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted
 
 
 class DeviceRows(NamedTuple):

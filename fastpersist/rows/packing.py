@@ -60,7 +60,7 @@ def pack_rows(
     """Write a table with the rows of another one, ordered by a score.
 
     Args:
-        source: As in `open_rows`; pieces become one table. What `open_rows` has returned is taken, too.
+        source: As in `RowStore`; pieces become one table.
         path: Of the new table, .npy or .safetensors. Nothing may be there: a packed table and its sidecar cannot
             replace others in one step.
         order: A number for each id, such as its degree, or how often it was asked for: the highest come first, and of
@@ -72,7 +72,7 @@ def pack_rows(
 
     Raises:
         ConfigError: Arguments that make no sense; the table exists.
-        Others: As `open_rows` and `RowWriter`.
+        Others: As `RowStore` and `RowWriter`.
 
     Thread safety: any thread.
     """

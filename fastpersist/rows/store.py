@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -33,6 +34,7 @@ from fastpersist.rows.device_rows import (
     SentRows,
     Split,
     cached_rows,
+    checked_device,
     kept_on_device,
     send_rows,
 )
@@ -124,9 +126,7 @@ class RowTicket(Uncopied):
 
     def done(self) -> bool:
         """Tell whether `result` would return or raise without waiting."""
-        if self._request is None and self._error is None:
-            self._store._start_waiting()  # requests before it may have been dropped meanwhile
-        return self._error is not None or (self._request is not None and self._request.done())
+        return self._store._is_done(self)
 
     def cancel(self) -> None:
         """Give the rows up: reads that have not begun are dropped, and the memory is free at once."""
@@ -206,7 +206,9 @@ class RowStore:
         engine: str = "auto",
         queue_depth: int | None = None,
     ) -> None:
-        self._lock = threading.Lock()
+        # Re-entrant, as the next one is: signal handlers, and the garbage collector that ends a loop of `ahead`, call
+        # in here anywhere.
+        self._lock = threading.RLock()
         self._native: _native.RowStore | None = None
         self._fds: list[int] = []
         self._closed = True
@@ -243,13 +245,14 @@ class RowStore:
             ahead_bytes = min(_AHEAD_ROWS * self.row_bytes, _AHEAD_BYTES_MAX)
         self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes", auto_allowed=True)
         self._cache_bytes = byte_count(cache_bytes, "cache_bytes", auto_allowed=True)
-        self._batch = 0  # of the last ticket
+        self._batches = itertools.count(1)  # of the tickets
+        self._is_starting = False
         self._waiting: deque[weakref.ref[RowTicket]] = deque()  # tickets that were not started, oldest first
         self._under_way: dict[int, _UnderWay] = {}  # by batch: tickets that were started and not taken, oldest first
         self._on_device: dict[torch.device, DeviceRows] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._device_row_count = 0
-        self._count_lock = threading.Lock()  # guards that number
+        self._count_lock = threading.RLock()  # guards that number
         self._open(self._cache_bytes)
         self._closed = False
         _open_stores.add(self)
@@ -325,10 +328,10 @@ class RowStore:
         """
         native = self._opened()
         flat, shape = self._checked(native, ids)
-        wanted = _checked_device(device)
+        wanted = checked_device(device)
         if out is not None:
             self._checked_out(out, shape)
-            if flat.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+            if flat.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < flat.data_ptr() + flat.nbytes:
                 flat = flat.clone()  # rows must not overwrite ids
             self._bring(native, flat, out, 0)
             return out if wanted is None else out.to(wanted)
@@ -373,13 +376,12 @@ class RowStore:
         """
         native = self._opened()
         flat, shape = self._checked(native, ids)
-        wanted = _checked_device(device)
+        wanted = checked_device(device)
         flat, split = self._split(flat, wanted)
         if split is None:
             flat = flat.clone()  # the caller may change them
         with self._lock:
-            self._batch += 1
-            ticket = RowTicket(self, flat, shape, self._batch, wanted, split)
+            ticket = RowTicket(self, flat, shape, next(self._batches), wanted, split)
             native.register(flat.data_ptr(), flat.numel(), ticket._batch)
             self._waiting.append(weakref.ref(ticket))
         self._start_waiting()
@@ -428,7 +430,7 @@ class RowStore:
         """
         native = self._opened()
         flat, _ = self._checked(native, ids)
-        wanted = _checked_device(device)
+        wanted = checked_device(device)
         at_once = max(1, _KEPT_AT_ONCE_BYTES // self.row_bytes)
         if wanted is not None and wanted.type != "cpu":
             self._keep_on_device(native, flat.unique(), wanted, at_once)
@@ -536,8 +538,9 @@ class RowStore:
         return self._open(0) if self._native is None else self._native
 
     def _forget_parent(self) -> None:
-        self._lock = threading.Lock()  # the parent's may be held, and nobody here would release it
-        self._count_lock = threading.Lock()
+        self._lock = threading.RLock()  # the parent's may be held, and nobody here would release it
+        self._count_lock = threading.RLock()
+        self._is_starting = False
         self._native = None
         self._fds = []  # closed already
         self._under_way = {}
@@ -639,16 +642,41 @@ class RowStore:
     def _start_waiting(self) -> None:
         """Start requests that were made ahead, as far as there is memory for their rows."""
         with self._lock:
-            while self._waiting and not self._closed:
-                ticket = self._waiting[0]()
-                if ticket is not None and ticket._request is None and ticket._error is None:
-                    # A list first: whoever drops a ticket, in any thread, takes it out of the dict meanwhile.
-                    under_way_bytes = sum(one.size_bytes for one in list(self._under_way.values()))
-                    ahead_bytes = under_way_bytes + self._bytes_of(ticket)
-                    if len(self._under_way) >= _UNDER_WAY_COUNT_MIN and ahead_bytes > self._ahead_bytes:
-                        return
-                    self._start_ticket(ticket)
-                self._waiting.popleft()
+            if self._is_starting:  # in a call that this thread has interrupted, and that goes on later
+                return
+            self._is_starting = True
+            try:
+                while self._waiting and not self._closed and self._start_first():
+                    self._waiting.popleft()
+            finally:
+                self._is_starting = False
+
+    def _start_first(self) -> bool:
+        """Start the first request that waits, unless it is over; return False if there is no memory for its rows."""
+        ticket = self._waiting[0]()
+        if ticket is None or ticket._request is not None or ticket._error is not None:
+            return True
+        # A list first: whoever drops a ticket, in any thread, takes it out of the dict meanwhile.
+        under_way_bytes = sum(one.size_bytes for one in list(self._under_way.values()))
+        ahead_bytes = under_way_bytes + self._bytes_of(ticket)
+        if len(self._under_way) >= _UNDER_WAY_COUNT_MIN and ahead_bytes > self._ahead_bytes:
+            return False
+        self._start_ticket(ticket)
+        return True
+
+    def _is_done(self, ticket: RowTicket) -> bool:
+        if ticket._request is None:
+            self._start_waiting()  # requests before it may have been dropped meanwhile
+        with self._lock:
+            if ticket._error is None and self._is_lost(ticket):
+                self._start_ticket(ticket)
+            return ticket._error is not None or (ticket._request is not None and ticket._request.done())
+
+    def _is_lost(self, ticket: RowTicket) -> bool:
+        """Tell whether nobody works on a request: the store is closed, or this is a forked child."""
+        if ticket._request is not None:
+            return ticket._native is not self._native and not ticket._request.done()
+        return self._closed or all(waiting() is not ticket for waiting in self._waiting)
 
     def _bytes_of(self, ticket: RowTicket) -> int:
         return ticket._ids.numel() * self.row_bytes
@@ -667,9 +695,7 @@ class RowStore:
 
     def _take(self, ticket: RowTicket, timeout: float | None) -> torch.Tensor:
         with self._lock:
-            request = ticket._request
-            is_lost = request is None or (ticket._native is not self._native and not request.done())
-            if is_lost and ticket._error is None:
+            if ticket._error is None and (ticket._request is None or self._is_lost(ticket)):
                 self._start_ticket(ticket)
             request, rows, cached = ticket._request, ticket._rows, ticket._cached
             if ticket._error is not None or request is None or rows is None:
@@ -741,20 +767,6 @@ class _Asked(NamedTuple):
 class _UnderWay(NamedTuple):
     size_bytes: int
     ticket: weakref.ref[RowTicket]
-
-
-def _checked_device(device: torch.device | str | None) -> torch.device | None:
-    if device is None:
-        return None
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is {device!r}: {error}") from None
-    if wanted.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, and torch finds no CUDA device here")
-    if wanted == torch.device("cuda"):  # rows are kept by the device's number
-        return torch.device("cuda", torch.cuda.current_device())
-    return wanted
 
 
 def _ladder(engine: str, fds: Sequence[int]) -> list[str]:

@@ -500,3 +500,13 @@ def test_only_a_small_ring_is_pinned(tmp_path: Path, row_bytes: int, limit_kibib
     with RowStore(tmp_path / "rows.npy", cache_bytes=0) as rows:
         assert rows.gather(torch.tensor([2])).shape == (1, row_bytes)
         assert pinned_kibibytes() - before <= limit_kibibytes
+
+
+def test_rows_do_not_overwrite_ids_that_lie_in_the_same_memory(path: Path, rows: torch.Tensor) -> None:
+    memory = np.zeros(3 * rows[0].nbytes + 100, np.uint8)
+    out = torch.from_numpy(memory[: 3 * rows[0].nbytes]).view(rows.dtype).view(3, *rows.shape[1:])
+    for start in (40, 3 * rows[0].nbytes - 8):
+        ids = torch.from_numpy(memory[start : start + 24]).view(torch.int64)  # another storage
+        ids.copy_(torch.tensor([COUNT - 1, 7, 8]))
+        with RowStore(path) as store:
+            assert torch.equal(store.gather(ids, out=out), rows[[COUNT - 1, 7, 8]])

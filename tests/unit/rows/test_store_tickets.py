@@ -532,3 +532,69 @@ def test_a_ticket_behind_dropped_ones_is_started_when_somebody_looks(path: Path,
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         assert torch.equal(tickets[0].result(), rows[3:4])
+
+
+def within(seconds: float, call: Callable[[], object]) -> None:
+    """Run a call that must not wait for itself."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive()
+
+
+def interrupting(store: RowStore, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], object]) -> None:
+    """Run a call while a request is started, as a signal's handler and the garbage collector may."""
+    ask = store._ask
+    calls = [interrupt]
+
+    def interrupted(*arguments: Any) -> Any:
+        while calls:
+            calls.pop()()
+        return ask(*arguments)
+
+    monkeypatch.setattr(store, "_ask", interrupted)
+
+
+def test_a_loop_that_was_left_may_end_while_a_request_is_started(
+    store: RowStore, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = store.ahead([MANY] * 5, ids=lambda ids: ids, window=3)
+    next(loop)
+    interrupting(store, monkeypatch, loop.close)
+    found: list[torch.Tensor] = []
+    within(60, lambda: found.append(asked(store).result()))
+    assert torch.equal(found[0], rows[MANY])
+
+
+def test_a_store_may_be_closed_while_a_request_is_started(store: RowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupting(store, monkeypatch, store.close)
+    failures: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            asked(store).result()
+        except ConfigError as error:
+            failures.append(error)
+
+    within(60, ask)
+    assert "closed" in str(failures[0])
+
+
+def test_a_request_may_be_made_while_another_one_is_started(
+    store: RowStore, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[torch.Tensor] = []
+    interrupting(store, monkeypatch, lambda: found.append(asked(store, 1).result()))
+    within(60, lambda: found.append(asked(store).result()))
+    assert torch.equal(found[0], rows[(MANY + 1) % COUNT])
+    assert torch.equal(found[1], rows[MANY])
+
+
+def test_a_ticket_that_waits_in_a_closed_store_is_done(path: Path) -> None:
+    with RowStore(path, engine=FAULTY, cache_bytes=0, ahead_bytes=0) as store, slow(50):
+        tickets = [asked(store) for _ in range(4)]
+        assert not tickets[-1].done()
+        store.close()
+        assert all(ticket.done() for ticket in tickets)
+        with pytest.raises(ConfigError, match="closed"):
+            tickets[-1].result()
