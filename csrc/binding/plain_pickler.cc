@@ -622,6 +622,7 @@ class PlainPickler {
         sizes_.push_back(AsUnsigned(bytes_of_storage_.Of(live.ptr())));
         keys_.push_back(AsUnsigned(key_of_storage_.Of(live.ptr())));
       }
+      if (sizes_.back() % rebuild.element_bytes != 0) throw NotPlain{};
       addresses_.push_back(address);
       are_on_host_ = are_on_host_ && is_on_host;
       // A ZeroTensor has no address, and storages of two dtypes at one address are an error.

@@ -176,6 +176,10 @@ class TorchZipContainer:
         self.skeleton = pickle_skeleton(obj)
         storages, facts = self.skeleton.storages, self.skeleton.facts
         sizes = facts.sizes_bytes
+        if self.skeleton.cut_bytes:
+            sizes = sizes[:]
+            for index, whole_bytes in self.skeleton.cut_bytes.items():
+                sizes[index] = whole_bytes
         self._plan = plan = torch_zip.plan_archive(prefix, len(self.skeleton.pickle), sizes)
         self.sources = SourceTable(storages, None, sizes, facts, plan.storage_bytes)
         self.offsets = plan.storage_offsets

@@ -49,6 +49,8 @@ class Skeleton:
         facts: What they are at the end.
         holders: The plain tensors, and for each the index of its storage.
         wrappers: Tensors of a subclass (a DTensor, say), whose own storages lie inside other tensors.
+        cut_bytes: By index, how many bytes of a storage are whole elements, if not all are. torch.save writes the rest,
+            too, and torch.load refuses the file; no tensor in it sees the rest.
     """
 
     pickle: bytes
@@ -56,6 +58,7 @@ class Skeleton:
     facts: StorageFacts
     holders: Holders
     wrappers: list[torch.Tensor]
+    cut_bytes: dict[int, int]
 
 
 class _Kind(enum.Enum):
@@ -104,6 +107,7 @@ class _Storages:
         self._reached = Holders([], [])
         self.wrappers: list[torch.Tensor] = []
         self.zeros: list[torch.UntypedStorage] = []
+        self.cut_bytes: dict[int, int] = {}
         self._on_the_way: list[torch.Tensor] = []  # tensors met since the last storage
         self._keys: dict[int, str] = {}
         self._dtype_at: dict[int, torch.dtype] = {}
@@ -155,6 +159,8 @@ class _Storages:
         if key is None:
             key = self._keys[storage._cdata] = str(len(self.storages))
             self.storages.append(storage)
+            if storage.nbytes() % dtype.itemsize:
+                self.cut_bytes[int(key)] = numel * dtype.itemsize
         for tensor in self._on_the_way:
             self._reached.add(tensor, int(key))
         self._on_the_way = []
@@ -251,7 +257,7 @@ def _pickled(obj: object) -> Skeleton:
     if plain is not None:
         pickled, live, noted, tensors, held = plain
         facts = facts_of(live) if noted is None else StorageFacts(*noted)
-        return Skeleton(pickled, live, facts, Holders(tensors, held), wrappers=[])
+        return Skeleton(pickled, live, facts, Holders(tensors, held), wrappers=[], cut_bytes={})
     file = io.BytesIO()
     found = _Storages()
     _SkeletonPickler(file, found).dump(obj)
@@ -259,7 +265,7 @@ def _pickled(obj: object) -> Skeleton:
         _refuse_zeros(file.getvalue(), found.zero_keys())
     # Storages without memory behind them (meta, fake) are refused by torch here, before any file is touched.
     storages = [storage.cpu() if storage.device.type == "meta" else storage for storage in found.storages]
-    return Skeleton(file.getvalue(), storages, facts_of(storages), found.holders(), found.wrappers)
+    return Skeleton(file.getvalue(), storages, facts_of(storages), found.holders(), found.wrappers, found.cut_bytes)
 
 
 class _ReducedTypes(_Storages):

@@ -22,6 +22,7 @@ import torch
 from support.random_states import RandomState
 from support.specimens import SPECIMENS
 
+import fastpersist as fp
 from fastpersist import _native
 from fastpersist.formats.pickle_scan import scan_pickle, storage_references
 from fastpersist.saving.skeleton import _torch_types, pickle_skeleton
@@ -315,6 +316,19 @@ def test_same_memory_under_two_storages_of_one_dtype_is_stored_twice() -> None:
     assert len(pickle_skeleton([tensor, other]).storages) == 2
     with pytest.raises(RuntimeError, match="different types"):
         pickle_skeleton([tensor, torch.frombuffer(tensor.numpy(), dtype=torch.int32)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
+def test_a_storage_is_saved_as_far_as_it_has_whole_elements(tmp_path: Path, dtype: torch.dtype) -> None:
+    buffer = torch.arange(67, dtype=torch.uint8)  # 3 bytes more than the tensors have
+    state = {"start": buffer[:32].view(dtype), "all": buffer[:64].view(dtype), "other": torch.ones(3)}
+    for name, value in (("plain", state), ("object", {**state, "lock": Holder()})):
+        path = tmp_path / f"{name}.pt"
+        fp.save(value, path)
+        for load in (torch.load, fp.load):
+            found = load(path, weights_only=False)
+            assert all(torch.equal(found[key].view(torch.uint8), state[key].view(torch.uint8)) for key in state)
+            assert found["all"].data_ptr() == found["start"].data_ptr()
 
 
 def deep(value: object) -> object:
