@@ -25,6 +25,7 @@ from fastpersist.commit.locks import is_root_on
 from fastpersist.commit.removal import remove_replaced_before
 from fastpersist.commit.step_listing import (
     Commit,
+    candidate_steps,
     check_files,
     commits_of,
     in_commit_order,
@@ -394,6 +395,10 @@ class Root:
                 known = self._known_to(step) if self._may_have_missed else self._known()
                 known.pop(step, None)
                 known[step] = metrics  # behind all others: these calls come in the order of the commits
+                if steps_to_remove(known, self._retention):
+                    # What somebody has removed by hand must not take the place of another step.
+                    for gone in known.keys() - candidate_steps(self.directory):
+                        del known[gone]
                 counted = {found: known[found] for found in known if among is None or found in among}
         except StorageError as error:
             _log.warning(

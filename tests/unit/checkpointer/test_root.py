@@ -264,3 +264,18 @@ def test_latest_follows_what_is_left_and_goes_with_the_last_step(tmp_path: Path)
     assert root.remove([1]) == [1]
     assert not (tmp_path / "LATEST").exists()
     assert root.remove([1]) == []
+
+
+def test_a_step_that_was_removed_by_hand_takes_no_place_of_another(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path, keep=2, keep_best=(1, "loss", "min")) as checkpointer:
+        for step, loss in ((1, 0.1), (2, 0.9), (3, 0.5)):
+            checkpointer.save(step, {"w": torch.ones(3)}, metrics={"loss": loss}).result()
+        checkpointer.wait()
+        for step in (1, 3):  # the best one, and one of the newest
+            shutil.rmtree(tmp_path / f"step-{step:08}")
+        for step, loss in ((4, 0.2), (5, 0.8), (6, 0.7)):
+            checkpointer.save(step, {"w": torch.ones(3)}, metrics={"loss": loss}).result()
+            if step == 4:
+                checkpointer.wait()
+                assert checkpointer.steps() == [2, 4]
+    assert steps_in(tmp_path) == [4, 5, 6]
