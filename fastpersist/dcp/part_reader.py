@@ -440,13 +440,18 @@ class Batch:
     def _begin(self) -> None:
         self._extents = Extents()
         self._steps: list[Callable[[list[int]], None]] = []
+        self._straight: list[torch.Tensor] = []  # targets that are read into
         self._bytes = 0
 
     def run(self) -> None:
         """Read everything, and begin again."""
-        extents, steps = self._extents, self._steps
+        extents, steps, straight = self._extents, self._steps, self._straight
         self._begin()
-        crcs = self._reader.transfer(extents)
+        try:
+            crcs = self._reader.transfer(extents)
+        finally:
+            # tells autograd, and a save that has yet to capture them, of what the native side writes
+            torch.autograd.graph.increment_version(straight)
         for step in steps:
             step(crcs)
 
@@ -537,6 +542,8 @@ class Batch:
             return None, lambda: _copy(covered.view(payload.dtype).as_strided(one.lengths, strides), target, one)
         straight = is_plain(target) and target.is_contiguous() and target.dtype == payload.dtype
         straight = straight and not target.is_conj() and not target.is_neg()
+        if straight and not target.is_inference():
+            self._straight.append(target)
         memory = target if straight else torch.empty(one.lengths, dtype=payload.dtype, device="cpu")
         self._bytes += 0 if straight else count * itemsize
         index = -1

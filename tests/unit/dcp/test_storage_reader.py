@@ -213,3 +213,12 @@ def test_an_item_that_the_metadata_do_not_place_is_named(checkpoint: Path) -> No
     error = failure_of(lambda: load(checkpoint, SMALL))
     assert isinstance(error, fp.FormatError)
     assert "'b'" in str(error)
+
+
+def test_a_load_counts_as_a_change_of_what_it_fills(checkpoint: Path) -> None:
+    state = {"a": torch.zeros_like(SMALL["a"]), "b": torch.zeros_like(SMALL["b"])}
+    versions = {name: tensor._version for name, tensor in state.items()}
+    dcp.load(state, storage_reader=FastPersistReader(checkpoint), no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, SMALL[name])
+        assert tensor._version > versions[name]
