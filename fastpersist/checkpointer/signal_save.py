@@ -93,24 +93,20 @@ class SignalSave:
             )
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("save_on_signal is called on the main thread, which alone may set signal handlers")
+        numbers = _that_can_be_handled(signals)
+        grace = None if grace_s is None else GracePeriod(grace_s, self._end_without)
         self.uninstall()
-        if grace_s is not None:
-            self._grace = GracePeriod(grace_s, self._end_without)
-        try:
-            for number in dict.fromkeys(map(operator.index, signals)):
-                previous = signal.signal(number, self._note)
-                caller = getattr(previous, "__self__", None)
-                if previous == self._note:
-                    previous = self._passed_on.pop(number, None)
-                elif isinstance(caller, SignalSave) and caller._previous.get(number) == self._note:
-                    caller._previous[number] = self._passed_on.pop(number, None)
-                self._previous[number] = previous
-            if not self._previous:
-                raise ValueError("it names none")
-        except (OSError, TypeError, ValueError) as error:
-            self.uninstall()
-            raise ConfigError(f"signals are those that can be handled, such as (signal.SIGTERM,): {error}") from error
-        self._make_state = make_state
+        self._grace = grace
+        self._make_state = make_state  # from here on, our handler notes signals
+        for number in numbers:
+            previous = signal.getsignal(number)
+            caller = getattr(previous, "__self__", None)
+            if previous == self._note:
+                previous = self._passed_on.pop(number, None)
+            elif isinstance(caller, SignalSave) and caller._previous.get(number) == self._note:
+                caller._previous[number] = self._passed_on.pop(number, None)
+            self._previous[number] = previous
+            signal.signal(number, self._note)
         if self._owners.optimizers():
             self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -130,18 +126,18 @@ class SignalSave:
 
         For a signal that was noted, and for which nothing is saved yet, the earlier handler runs now.
         """
-        previous, self._previous = self._previous, {}
-        noted, self._noted = self._noted, []
-        for number, handler in previous.items():
+        for number, handler in self._previous.items():
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
                 earlier = _in_use(handler, number)
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
             else:
                 self._passed_on[number] = handler
+        self._make_state = None  # until here, our handler may note another signal
+        previous, self._previous = self._previous, {}
+        noted, self._noted = self._noted, []
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._make_state = None
         if self._grace is not None:
             self._grace.close()
             self._grace = None
@@ -209,11 +205,13 @@ class SignalSave:
         self._go_on_with_all()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._make_state is None or number in self._going_on:
+        is_going_on = number in self._going_on
+        is_passed_back = is_going_on and frame is None and number in self._passed_on  # a second signal has a frame
+        if self._make_state is None or is_passed_back:
             self._go_on(number, self._passed_on.get(number))
         elif self._process != os.getpid():  # a forked child inherits the handler, and saves nothing
             self._go_on(number, self._previous.get(number))
-        elif number not in self._noted:
+        elif not is_going_on and number not in self._noted:
             self._noted.append(number)
             self._is_told = False
             if self._grace is not None:
@@ -266,8 +264,7 @@ class SignalSave:
         for number in noted:
             previous = self._previous.get(number)
             if not callable(previous) and previous != signal.SIG_IGN:
-                ctypes.CDLL(None).signal(number, 0)  # Python's own does this on the main thread only; 0 is SIG_DFL
-                os.kill(os.getpid(), number)
+                _do_by_default(number)
 
     def _names(self) -> str:
         return ", ".join(_NAMES.get(number, f"signal {number}") for number in self._noted)
@@ -306,8 +303,27 @@ class SignalSave:
             finally:
                 self._going_on.remove(number)
         elif previous != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            _do_by_default(number)
+
+
+def _that_can_be_handled(signals: Iterable[int]) -> list[int]:
+    """Return the numbers of the signals, each once; raise ConfigError unless all can be handled, and there is one."""
+    can = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    try:
+        numbers = list(dict.fromkeys(map(operator.index, signals)))
+        if not numbers:
+            raise ValueError("it names none")
+        if wrong := [number for number in numbers if number not in can]:
+            raise ValueError(f"not {', '.join(_NAMES.get(number, str(number)) for number in wrong)}")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"signals are those that can be handled, such as (signal.SIGTERM,): {error}") from error
+    return numbers
+
+
+def _do_by_default(number: int) -> None:
+    """Do what the signal does where nobody handles it; on any thread, unlike signal.signal."""
+    ctypes.CDLL(None).signal(number, 0)  # 0 is SIG_DFL
+    os.kill(os.getpid(), number)
 
 
 def _in_use(handler: Any, number: int) -> Any:

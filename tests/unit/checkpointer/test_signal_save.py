@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.forking import Child, Report, run_in_child
 from support.runs import Replay, Run, held_writers
 
 import fastpersist as fp
+from fastpersist.checkpointer.signal_save import SignalSave
 from fastpersist.commit.filesystem import using
 
 
@@ -423,6 +425,157 @@ def test_checkpointers_that_ask_in_turn_pass_a_signal_on_once(tmp_path: Path, pr
     first.close()
 
 
+# --- signals at awkward moments
+
+
+def test_second_signal_while_the_earlier_handler_runs_has_no_effect(tmp_path: Path) -> None:
+    runs: list[str] = []
+
+    def earlier(number: int, frame: object) -> None:
+        runs.append("begins")
+        send()
+        runs.append("ends")
+
+    def work(report: Report) -> None:
+        signal.signal(signal.SIGUSR1, earlier)
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+            send()
+            checkpointer.poll()
+            checkpointer.poll()
+            assert runs == ["begins", "ends"]
+
+    run_in_child(work)
+
+
+def test_second_signal_in_a_handler_that_calls_ours_does_not_pass_it_on_again(tmp_path: Path) -> None:
+    runs: list[str] = []
+
+    def work(report: Report) -> None:
+        signal.signal(signal.SIGUSR1, lambda number, frame: runs.append("earlier"))
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+            ours: Any = signal.getsignal(signal.SIGUSR1)
+
+            def between(number: int, frame: object) -> None:
+                send()
+                runs.append("between")
+                ours(number, frame)
+
+            signal.signal(signal.SIGUSR1, between)
+            checkpointer.save_on_signal(lambda: (2, {}), SIGNALS)
+            send()
+            checkpointer.poll()
+            assert runs == ["between", "earlier"]
+
+    run_in_child(work)
+
+
+def test_child_that_the_earlier_handler_forks_still_heeds_the_signal(tmp_path: Path) -> None:
+    runs: list[int] = []
+
+    def in_child(report: Report) -> None:
+        send()
+        assert len(runs) == 2
+
+    def earlier(number: int, frame: object) -> None:
+        runs.append(number)
+        if len(runs) == 1:
+            run_in_child(in_child)
+
+    def work(report: Report) -> None:
+        signal.signal(signal.SIGUSR1, earlier)
+        with fp.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+            send()
+            checkpointer.poll()
+            assert len(runs) == 1
+
+    run_in_child(work)
+
+
+def test_signal_ends_the_process_when_another_thread_trains(tmp_path: Path) -> None:
+    def work(report: Report) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        checkpointer = fp.Checkpointer(tmp_path)
+        checkpointer.save_on_signal(lambda: (1, {}))
+        os.kill(os.getpid(), signal.SIGTERM)
+        thread = threading.Thread(target=checkpointer.poll)
+        thread.start()
+        thread.join()
+
+    with Child(work) as child:
+        ending = child.wait()
+    assert ending.signal == signal.SIGTERM, ending.message
+    assert fp.Checkpointer(tmp_path).steps() == [1]
+
+
+def call_with_a_signal_at(line: int, code: Any, call: Callable[[], None]) -> bool:
+    """Call, and send a signal before the line of that count runs in this code; tell whether there is such a line."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal count
+        if frame.f_code is not code:
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                send()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count >= line
+
+
+@pytest.mark.parametrize("is_ours_replaced", [False, True])
+@pytest.mark.parametrize("method", ["install", "uninstall"])
+def test_signal_at_any_line_reaches_the_earlier_handler_once(
+    tmp_path: Path, method: str, is_ours_replaced: bool
+) -> None:
+    runs: list[int] = []
+
+    def try_line(line: int) -> bool:
+        runs.clear()
+        signal.signal(signal.SIGUSR1, lambda number, frame: runs.append(number))
+        checkpointer = fp.Checkpointer(tmp_path)
+
+        def install() -> None:
+            checkpointer.save_on_signal(lambda: None, SIGNALS)
+
+        def replace() -> None:
+            ours: Any = signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda number, frame: ours(number, frame))
+
+        code = getattr(SignalSave, method).__code__
+        if method == "install":
+            if is_ours_replaced:
+                install()
+                replace()
+            is_there = call_with_a_signal_at(line, code, install)
+            checkpointer.close()
+        else:
+            install()
+            if is_ours_replaced:
+                replace()
+            is_there = call_with_a_signal_at(line, code, checkpointer.close)
+        assert runs == [signal.SIGUSR1] * is_there, f"line {line}"
+        return is_there
+
+    def work(report: Report) -> None:
+        line = 1
+        while try_line(line):
+            line += 1
+        assert line > 10
+
+    run_in_child(work)
+
+
 # --- what goes wrong is told
 
 
@@ -499,6 +652,17 @@ def test_what_cannot_be_called_or_handled_is_refused(tmp_path: Path, previous: P
             with pytest.raises(fp.ConfigError, match="signals are those that can be handled"):
                 checkpointer.save_on_signal(lambda: (1, {}), signals)  # type: ignore[arg-type]
             assert signal.getsignal(signal.SIGUSR1) is previous
+
+
+def test_request_that_is_refused_leaves_the_earlier_one_in_force(tmp_path: Path, previous: Previous) -> None:
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_on_signal(lambda: (1, {}), SIGNALS)
+        send()
+        with pytest.raises(fp.ConfigError, match=r"signals are those that can be handled.*not SIGKILL"):
+            checkpointer.save_on_signal(lambda: (2, {}), (signal.SIGUSR1, signal.SIGKILL))
+        assert previous.steps == []
+        checkpointer.poll()
+        assert previous.steps == [[1]]
 
 
 # --- a limited time
