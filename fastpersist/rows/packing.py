@@ -66,7 +66,7 @@ def pack_rows(
         order: A number for each id, such as its degree, or how often it was asked for: the highest come first, and of
             equal ones the lower id. None: in the order of ids, as a table that is not packed.
         memory_bytes: For a window of the destination; by default half of what is available. Beside it this takes 24 to
-            40 bytes a row, and 64 MiB.
+            40 bytes a row, and some 300 MiB for what is read, sorted and written.
         tensor: The name of the tensor in a new safetensors file.
         engine: As in `save`.
 
@@ -113,8 +113,10 @@ def _positions_by_score(order: torch.Tensor, row_count: int) -> torch.Tensor:
         shape = scores.shape
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"order is numbers, as a tensor, an array or a list: {error}") from None
-    if shape != (row_count,) or scores.is_complex():
+    if shape != (row_count,):
         raise ConfigError(f"order is of shape {list(shape)}; it must have a number for each of {row_count} ids")
+    if scores.is_complex():
+        raise ConfigError(f"order is of {scores.dtype}, whose numbers have no order")
     try:
         scores = scores.cpu()
         has_nan = scores.is_floating_point() and bool(scores.isnan().any())
@@ -151,8 +153,10 @@ def _blocks(rows: RowSource, engine: str) -> Iterator[tuple[int, torch.Tensor]]:
     A block may be used until the next one is asked for; meanwhile the one behind it is read.
     """
     unit = BLOCK_BYTES // math.gcd(BLOCK_BYTES, rows.row_bytes)  # so many rows are whole pages
-    block_count = max(1, _BLOCK_BYTES // rows.row_bytes // unit) * unit
-    buffers = [page_tensor(block_count * rows.row_bytes) for _ in range(2)]
+    block_count = max(1, _BLOCK_BYTES // rows.row_bytes)
+    if block_count > unit:
+        block_count -= block_count % unit
+    buffers = [page_tensor(min(block_count, rows.row_count) * rows.row_bytes) for _ in range(2)]
     before_count = 0
     for piece in rows.pieces:
         with TensorFile(piece.path, engine=engine) as file:

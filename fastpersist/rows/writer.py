@@ -19,6 +19,7 @@ the wrong rows. It comes before 6, in place of 5, and nothing may be there that 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -182,8 +183,10 @@ class _Stream:
         wanted_bytes = max(end_bytes, self._reserved_bytes + step_bytes)
         try:
             self._reserve(wanted_bytes)
-        except NoSpaceError:
-            wanted_bytes = end_bytes  # the disk is nearly full; the table may still fit
+        except StorageError as error:
+            if not isinstance(error, NoSpaceError) and error.errno != errno.EFBIG:
+                raise
+            wanted_bytes = end_bytes  # the disk is nearly full, or files may not be longer; the table may still fit
             self._reserve(wanted_bytes)
         self._reserved_bytes = wanted_bytes
 
@@ -521,7 +524,11 @@ class RowWriter(Uncopied):
         if self._positions is not None:
             save_sidecar(path, facts, self._positions, engine=self._engine)
         elif os.path.lexists(facts.path):
-            filesystem().unlink(facts.path)
+            try:
+                filesystem().unlink(facts.path)
+            except StorageError as error:
+                if error.errno != errno.ENOENT:  # another writer of this path has removed it
+                    raise
             filesystem().sync_directory(self._target.directory)
         self._close_file()
         pending.publish(size_bytes, durable=True)

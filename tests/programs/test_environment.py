@@ -146,6 +146,16 @@ def test_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
     assert load_step(path) == 3
 
 
+def test_a_table_is_reserved_no_further_than_the_file_size_limit(tmp_path: Path) -> None:
+    def work(report: Report) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, resource.RLIM_INFINITY))
+        fp.write_rows(tmp_path / "rows.npy", make_state(1, 4 << 20)["weights"])
+
+    run_in_child(work)
+    with fp.RowStore(tmp_path / "rows.npy") as rows:
+        assert len(rows) == len(make_state(1, 4 << 20)["weights"])
+
+
 # --- system calls that are denied
 
 

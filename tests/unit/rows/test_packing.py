@@ -123,7 +123,7 @@ def test_raw_sources_are_opened_first(tmp_path: Path) -> None:
     [
         (torch.zeros(COUNT - 1), "number for each of 5000 ids"),
         (torch.zeros(COUNT, 1), "number for each"),
-        (torch.zeros(COUNT, dtype=torch.complex64), "number for each"),
+        (torch.zeros(COUNT, dtype=torch.complex64), "have no order"),
         (torch.full((COUNT,), float("nan")), "NaN"),
         pytest.param(
             torch.zeros(COUNT).to(torch.float8_e4m3fn),
@@ -153,3 +153,23 @@ def test_what_is_there_stays(table: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="memory_bytes"):
         pack_rows(table, tmp_path / "new.npy", order=torch.zeros(COUNT), memory_bytes="much")
     assert hidden_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("row_bytes", [1001, 9000])
+def test_rows_of_any_length_are_read_in_blocks_of_the_same_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_bytes: int
+) -> None:
+    sizes = []
+
+    def page_tensor(size_bytes: int) -> torch.Tensor:
+        sizes.append(size_bytes)
+        return packing_page_tensor(size_bytes)
+
+    packing_page_tensor = packing.page_tensor
+    monkeypatch.setattr(packing, "page_tensor", page_tensor)
+    monkeypatch.setattr(packing, "_BLOCK_BYTES", 8192)
+    rows = torch.randint(256, (50, row_bytes), dtype=torch.uint8)
+    write_rows(tmp_path / "rows.npy", rows)
+    pack_rows(tmp_path / "rows.npy", tmp_path / "packed.npy", order=torch.arange(50), memory_bytes=8192)
+    assert max(sizes) <= max(8192, row_bytes)
+    assert torch.equal(read_rows(open_rows(tmp_path / "packed.npy")), rows)
