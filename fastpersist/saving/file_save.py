@@ -38,7 +38,7 @@ from fastpersist.saving.capture import Sources
 from fastpersist.saving.containers import Container, container_for, is_safetensors
 from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.pacing import Spread
-from fastpersist.saving.pending_save import PendingSave, SaveStats, run_in_order
+from fastpersist.saving.pending_save import PendingSave, SaveStats, await_earlier, run_in_order
 from fastpersist.saving.refused_globals import warn_of_file
 from fastpersist.saving.write_file import WrittenFile, capture_file, publish_file, write_container
 from fastpersist.transfer.arena import Arena
@@ -140,6 +140,7 @@ def save_file(obj: object, path: str, options: FileOptions, *, progress: bool = 
     started_s = time.monotonic()
     require_engine(options.engine)
     target = options.target(path)
+    await_earlier(target.path)  # or an asynchronous save would replace this newer state
     why_in_place = _why_in_place(target, path, options)
     if why_in_place is not None:
         return _save_in_place(obj, path, options, why_in_place, started_s)

@@ -29,7 +29,7 @@ from fastpersist.saving.capture import Capture
 from fastpersist.saving.pacing import save_begun, save_over, take_step_times
 from fastpersist.uncopied import Uncopied
 
-__all__ = ["Lane", "PendingSave", "SaveStats", "run_in_order"]
+__all__ = ["Lane", "PendingSave", "SaveStats", "await_earlier", "run_in_order"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -527,6 +527,10 @@ class Lane:
         with self._lock:
             return not (self._is_running or self._tasks)
 
+    def is_this_thread(self) -> bool:
+        """Tell whether the caller is one of the tasks."""
+        return self._runner == threading.get_ident()
+
     def await_idle(self) -> bool:
         """Wait until the tasks so far are done; return False if there are none. Not from one of them."""
         if self.is_idle():
@@ -537,7 +541,7 @@ class Lane:
         return True
 
     def _work(self) -> None:
-        if self._runner == threading.get_ident():
+        if self.is_this_thread():
             return  # a task that runs without a thread has submitted another one, which comes next
         with self._turn:  # there may be two threads for a moment
             self._runner = threading.get_ident()
@@ -572,6 +576,20 @@ def run_in_order(path: str, task: Callable[[], None]) -> None:
         for idle in [known for known, lane in _lane_of.items() if known != path and lane.is_idle()]:
             del _lane_of[idle]
         _lane_of.setdefault(path, Lane("fastpersist-save")).submit(task)
+
+
+def await_earlier(path: str) -> None:
+    """Wait until the earlier saves to a path are over, unless one of them calls this.
+
+    Args:
+        path: As in `run_in_order`.
+
+    Thread safety: any thread.
+    """
+    with _lane_of_lock:
+        lane = _lane_of.get(path)
+    if lane is not None and not lane.is_this_thread():
+        lane.await_idle()
 
 
 def _forget_lanes() -> None:

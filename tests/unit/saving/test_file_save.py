@@ -1,8 +1,11 @@
-"""save_async with a share of several ranks: what they are told when, and that a failure publishes nothing."""
+"""save_async with a share of several ranks: what they are told when, and that a failure publishes nothing. The order of
+saves to one path.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from support.states import pending_files
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.saving.containers import Container
 from fastpersist.saving.file_save import FileOptions, save_file_async
 from fastpersist.saving.ownership import Owners, Ownership
@@ -124,3 +128,39 @@ def test_options_that_are_no_bools_are_refused() -> None:
     for name in ("durable", "checksum", "replace_links", "make_parents", "in_place"):
         with pytest.raises(fp.ConfigError, match=name):
             FileOptions(**{name: "no"})  # type: ignore[arg-type]
+
+
+class HeldSync(Filesystem):
+    """Files become durable once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def sync(self, fd: int, path: str) -> None:
+        assert self.gate.wait(60)
+        super().sync(fd, path)
+
+
+def test_a_save_is_not_replaced_by_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    with using(held := HeldSync()):
+        earlier = fp.save_async({"state": torch.zeros(3)}, path)
+        opening = threading.Timer(0.2, held.gate.set)
+        opening.start()
+        fp.save({"state": torch.ones(3)}, path, durable=False)
+        earlier.result()
+        opening.join()
+    assert torch.equal(torch.load(path)["state"], torch.ones(3))
+
+
+def test_a_save_may_be_made_when_an_earlier_one_to_its_path_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    saved = threading.Event()
+
+    def again() -> None:
+        fp.save({"state": torch.ones(3)}, path)
+        saved.set()
+
+    fp.save_async({"state": torch.zeros(3)}, path).when_finished(again)
+    assert saved.wait(60)
+    assert torch.equal(torch.load(path)["state"], torch.ones(3))
