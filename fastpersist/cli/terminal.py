@@ -56,6 +56,9 @@ def run_command(command: Callable[[], int]) -> int:
     Args:
         command: Prints its result and returns its exit code.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`; print would take the other stream, or fail
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # no name may be unprintable, whatever the locale

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -63,6 +64,27 @@ def test_bugs_keep_their_traceback() -> None:
 def test_interrupt_ends_as_the_shell_expects(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(lambda: raising(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")], ids="+".join)
+def test_closed_stream_takes_what_is_printed(
+    closed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> int:
+        print("a result")
+        raise UnsupportedError("no io_uring here")
+
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)  # as Python has it after `>&-`
+    assert run_command(command) == 2
+    for name in closed:
+        stream = getattr(sys, name)
+        assert stream.name == os.devnull
+        stream.close()
+    monkeypatch.undo()
+    shown = capsys.readouterr()
+    assert shown.out == ("" if "stdout" in closed else "a result\n")
+    assert shown.err == ("" if "stderr" in closed else "fastpersist: error: no io_uring here\n")
 
 
 def test_error_line_stays_one_line_whatever_a_path_holds(capsys: pytest.CaptureFixture[str]) -> None:
