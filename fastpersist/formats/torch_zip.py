@@ -371,6 +371,7 @@ def _read_end(read_at: ReadAt, file_bytes: int, path: str) -> tuple[int, int, in
             break
         place = tail.rfind(_END_MAGIC, 0, place)
     if place < 0:
+        _refuse_surplus(read_at, file_bytes, tail, path)
         raise FormatError(
             "there is no central directory at the end: the file is truncated, or its save never finished",
             path=path,
@@ -393,6 +394,27 @@ def _read_end(read_at: ReadAt, file_bytes: int, path: str) -> tuple[int, int, in
     if disk or directory_disk:
         raise UnsupportedError(f"{path}: a zip archive over several disks")
     return count, directory_bytes, directory_offset
+
+
+def _refuse_surplus(read_at: ReadAt, file_bytes: int, tail: bytes, path: str) -> None:
+    """Refuse a whole archive with more bytes behind it.
+
+    Raises:
+        UnsupportedError: It is one; torch looks for the last end record, and cares for nothing behind it.
+    """
+    place = tail.rfind(_END_MAGIC, 0, len(tail) - _END.size + len(_END_MAGIC))
+    if place < 0:
+        return
+    surplus_bytes = len(tail) - place - _END.size - _END.unpack_from(tail, place)[7]
+    if surplus_bytes <= 0:
+        return
+    try:
+        read_directory(read_at, file_bytes - surplus_bytes, path=path)
+    except FormatError:
+        return  # it is no end of an archive that begins where the file does
+    raise UnsupportedError(
+        f"{path}: {surplus_bytes} bytes follow the archive; load it, as torch.load does, and save it again"
+    )
 
 
 def _parse_entries(directory: bytes, count: int, directory_offset: int, path: str) -> list[_RawEntry]:

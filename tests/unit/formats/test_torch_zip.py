@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.archives import save_aligned
+from support.sameness import assert_same
 from support.torch_release import TORCH
 
 import fastpersist as fp
@@ -238,6 +239,27 @@ def test_every_truncation_is_a_format_error() -> None:
         with pytest.raises(FormatError) as raised:
             read(data[:length])
         assert 0 <= (raised.value.offset_bytes or 0) <= len(data)
+
+
+@pytest.mark.parametrize("surplus", [b"\0", bytes(100), b"PK\x05\x06", b"x" * 65000], ids=len)
+def test_bytes_behind_the_archive_are_named(surplus: bytes, tmp_path: Path) -> None:
+    data, _ = archive()
+    with pytest.raises(UnsupportedError, match=rf"m\.pt: {len(surplus)} bytes follow the archive.*save it again"):
+        read(data + surplus)
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.arange(6.0)}, path)
+    path.write_bytes(path.read_bytes() + surplus)
+    assert_same(fp.load(path), torch.load(path))
+    (damage,) = fp.verify(path).damages
+    assert f"{len(surplus)} bytes follow the archive" in damage.message
+
+
+def test_bytes_behind_a_damaged_archive_are_not_taken_for_the_reason() -> None:
+    data, _ = archive()
+    inner = bytes(data)
+    for cut in (bytes(data[1:]), bytes(1000) + inner, inner[: data.find(b"PK\x01\x02")] + inner[-22:]):
+        with pytest.raises(FormatError, match="truncated"):
+            read(cut + b"more")
 
 
 CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
