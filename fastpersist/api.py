@@ -112,7 +112,8 @@ def save(
         PeerError: With a process_group: another rank has failed or is gone; nothing was published.
 
     Thread safety: any thread, and any number of threads at once; of two saves to one path, the one that finishes last
-    stays. With a process_group: one save at a time, in the same order on all ranks.
+    stays. It waits for earlier asynchronous saves to its path. With a process_group: one save at a time, in the same
+    order on all ranks.
     """
     name = _destination(obj, path)
     options = FileOptions(durable, checksum, engine, format, metadata, replace_links, make_parents, in_place)
@@ -361,9 +362,9 @@ def load_into(
             and tuples of these, nested like the object in the file. Plain values (numbers, text, None, …) in a dict or
             a list are set to those of the file. If the target holds such values or an optimizer, its dicts also get the
             plain values that they lack.
-        strict: Demand the same names on both sides. Without it, names that only one side has are passed over; shapes
-            must still agree, and optimizers fit. A tensor with several names in the target (tied weights) needs only
-            one of them in safetensors, which hold no tensor twice.
+        strict: Demand the same names of tensors on both sides. Without it, names that only one side has are passed
+            over; shapes must still agree, and optimizers fit. A tensor with several names in the target (tied weights)
+            needs only one of them in safetensors, which hold no tensor twice.
         keys: Take only what has these names in the file, or matches these patterns, as in `load`. All else in the
             target stays as it is, and counts as missing only in what is returned. For targets of tensors and Modules.
         rename: New names for what is in the file, as in `load`: rename={"module.": ""} for a state that a wrapper of

@@ -98,7 +98,8 @@ class Checkpointer(Uncopied):
             at that moment: it stays until this many newer steps are durable.
         keep_every: Keep the steps that are multiples of this number.
         keep_best: (count, metric, "min" or "max"): also keep the `count` steps with the best values of a metric. While
-            no step has the metric, every step is kept. Without any of the three rules, every step is kept too.
+            no step has the metric, every step is kept. Without any of the three rules, every step is kept too. With
+            any of them, the newest step always stays.
         max_host_bytes: Bytes of host memory for copied state. None: the size of the state, but at most half of the
             available memory. If the copies do not fit, save() or the optimizer's step waits for the disk.
         busy: What save() does while two earlier saves are unfinished. "wait": it waits for the first of them. "latest":

@@ -355,7 +355,7 @@ def _directory_kind(path: str) -> str:
     if STATE_NAME in names:
         return f"it is a checkpoint directory; load {os.path.join(path, STATE_NAME)}"
     if DCP_METADATA_NAME in names:
-        return "it is a sharded checkpoint; use torch.distributed.checkpoint.load with fastpersist's StorageReader"
+        return "it is a sharded checkpoint; use torch.distributed.checkpoint.load with fastpersist's FastPersistReader"
     if any(step_of(entry) is not None for entry in names):
         return f"it is a directory of checkpoints; use Checkpointer({path!r}).load()"
     return "it is a directory, not a checkpoint file"
