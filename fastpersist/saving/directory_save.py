@@ -351,11 +351,14 @@ class DirectorySave(Uncopied):
         """Add a small file with these bytes (configuration, tokenizer …).
 
         Raises:
-            ConfigError: The name is no relative file name or is taken.
+            ConfigError: The name is no relative file name or is taken; the data are no bytes.
         """
         self._check_new(name)
+        try:
+            kept = memoryview(data).tobytes()
+        except TypeError as error:
+            raise ConfigError(f"the data of {name} are bytes: {error}") from None
         self._files.add(name)
-        kept = bytes(data)
         self._submit(lambda: self._write_bytes(name, kept))
 
     def add_written(self, name: str, size_bytes: int, crc32: int | None) -> None:

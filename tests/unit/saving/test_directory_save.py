@@ -403,3 +403,13 @@ def test_a_file_that_is_saved_at_once_is_there_and_is_published_as_it_is_then(tm
     assert sorted(os.listdir(tmp_path / "a")) == ["MANIFEST.json", "background.pt", "x.pt", "z"]
     assert fp.verify(tmp_path / "a").ok
     assert not [path for path in kinds if "pending" in path]
+
+
+def test_what_is_no_bytes_takes_no_name(tmp_path: Path) -> None:
+    directory = fp.DirectorySave(tmp_path / "step")
+    for data in ("{}", 7):
+        with pytest.raises(fp.ConfigError, match=r"the data of config\.json are bytes"):
+            directory.add_bytes("config.json", data)  # type: ignore[arg-type]
+    directory.add_bytes("config.json", b"{}")
+    directory.publish().result()
+    assert (tmp_path / "step" / "config.json").read_bytes() == b"{}"
