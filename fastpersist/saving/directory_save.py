@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -219,6 +220,7 @@ class DirectorySave(Uncopied):
         self._failed = False
         self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
         self.captures: list[Capture] = []
+        self._tasks: deque[Callable[[], None]] = deque()  # what the lane has yet to do; it may come to it much later
         require_bools(make_parents=make_parents)
         final_path = os.path.abspath(local_path(path))
         if make_parents:
@@ -235,6 +237,7 @@ class DirectorySave(Uncopied):
             self._strategy.begin(self._files, self._pending, self._stats, overwrite=overwrite)
             self._pending.when_failed(lambda _: abort())
             self._pending.when_failed(self._strategy.fail)  # done first
+            self._pending.when_finished(self._tasks.clear)  # they hold the state
             self._closed = False
         except BaseException as error:  # such as Ctrl-C
             self._strategy.fail(error)
@@ -465,8 +468,9 @@ class DirectorySave(Uncopied):
     def _submit(self, task: Callable[[], None]) -> None:
         def write() -> None:
             with self._strategy.writing():
-                task()
+                self._tasks.popleft()()
 
+        self._tasks.append(task)
         self._lane.submit(lambda: self._pending.run(write, when_it_fails=self._file_failed))
 
     def _file_failed(self, error: BaseException) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.committed_steps import newest_of, save_steps, state
 from support.directories import wait_for_report
 from support.forking import Child, Report
+from support.held_sync import HeldSync
 from support.runs import hidden_names
 
 import fastpersist as fp
 from fastpersist.checkpointer.root import RetentionPolicy, Root
+from fastpersist.commit.filesystem import using
 from fastpersist.commit.locks import hold_for_reading
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, StorageError
 
@@ -288,3 +293,19 @@ def test_misspelt_metric_is_told_at_the_first_save_and_nothing_goes(tmp_path: Pa
 
 
 # --- several ranks
+
+
+def test_a_save_that_is_left_out_frees_its_state_at_once(tmp_path: Path) -> None:
+    with using(held := HeldSync()), fp.Checkpointer(tmp_path, busy="latest") as checkpointer:
+        try:
+            kept = []
+            for step in range(4):
+                state = {"w": torch.full((1000,), float(step))}
+                kept.append(weakref.ref(state["w"]))
+                checkpointer.save(step, state)
+                del state
+            gc.collect()
+            assert [tensor() is None for tensor in kept[1:3]] == [True, True]  # the first is written, the last waits
+        finally:
+            held.gate.set()
+    assert fp.Checkpointer(tmp_path).steps() == [0, 3]

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.held_sync import HeldSync
 from support.states import pending_files
 
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import using
 from fastpersist.saving.containers import Container
 from fastpersist.saving.file_save import FileOptions, save_file_async
 from fastpersist.saving.ownership import Owners, Ownership
@@ -128,17 +129,6 @@ def test_options_that_are_no_bools_are_refused() -> None:
     for name in ("durable", "checksum", "replace_links", "make_parents", "in_place"):
         with pytest.raises(fp.ConfigError, match=name):
             FileOptions(**{name: "no"})  # type: ignore[arg-type]
-
-
-class HeldSync(Filesystem):
-    """Files become durable once the gate is open."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-
-    def sync(self, fd: int, path: str) -> None:
-        assert self.gate.wait(60)
-        super().sync(fd, path)
 
 
 def test_a_save_is_not_replaced_by_an_earlier_one(tmp_path: Path) -> None:
