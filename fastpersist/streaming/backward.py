@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fastpersist.errors import ConfigError, InternalError
+from fastpersist.streaming.binding import is_changed
 from fastpersist.streaming.order import UseOrder
 from fastpersist.streaming.reading import Filling, new_memory, start_filling, values_in
 from fastpersist.streaming.source import WeightSource
@@ -82,6 +83,8 @@ class BackwardReads:
             for unit, weight in bound():
                 from_bytes = address - weight.tensor.data_ptr()
                 if 0 <= from_bytes < weight.tensor.nbytes:
+                    if is_changed(weight):  # its values are nowhere else
+                        return tensor.detach().clone()
                     return _Used(unit, weight, from_bytes, tensor.dtype, tensor.shape, tensor.stride())
             # A weight that is read on demand has memory of its own, but loses it when it is unbound.
             return tensor.detach() if isinstance(getattr(tensor, "_weight", None), Weight) else tensor

@@ -26,6 +26,8 @@ __all__ = [
     "UnboundParameter",
     "bind",
     "is_bound",
+    "is_changed",
+    "keep",
     "list_only",
     "plainly",
     "unbind",
@@ -39,7 +41,8 @@ _TRUE_ATTRIBUTES = frozenset(
 )
 _TRUE_METHODS = frozenset(
     """size dim ndimension numel nelement element_size is_floating_point is_complex is_signed is_inference is_conj
-    is_neg is_pinned is_shared get_device __len__ __hash__ is_tensor is_storage""".split()
+    is_neg is_pinned is_shared get_device __len__ __hash__ is_tensor is_storage
+    _has_compatible_shallow_copy_type""".split()
 )
 _REFUSED = frozenset(
     """to cpu cuda half float double bfloat16 share_memory pin_memory __reduce__ __reduce_ex__ __deepcopy__ set_data
@@ -82,7 +85,9 @@ class _Unbound:
             if attribute == "data":  # changes through it are seen by nothing, and would be lost
                 _refuse("data", args[0]._weight)
         elif name == "__set__":
-            is_true = _is_harmless_change(func.__self__.__name__, args[1])  # type: ignore[attr-defined]
+            is_true = _is_harmless_change(func.__self__.__name__, *args)  # type: ignore[attr-defined]
+            if is_true and args[1] is args[0]:
+                return None
         else:
             is_true = name in _TRUE_METHODS or (name == "requires_grad_" and args[1:] == (False,))
         if func is torch.Tensor.stride or func is torch.Tensor.is_contiguous:
@@ -144,7 +149,8 @@ class ResidentParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _refuse("data", self._weight)
+        if not _is_harmless_change("data", self, value):
+            _refuse("data", self._weight)
 
     @property
     def requires_grad(self) -> bool:
@@ -153,7 +159,7 @@ class ResidentParameter(torch.nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if not _is_harmless_change("requires_grad", value):
+        if not _is_harmless_change("requires_grad", self, value):
             _refuse("requires_grad", self._weight)
 
 
@@ -180,6 +186,15 @@ def is_bound(weight: Weight) -> bool:
     return not isinstance(weight.tensor, _Unbound)
 
 
+def is_changed(weight: Weight) -> bool:
+    """Tell whether a weight that has its values was changed in place since it got them."""
+    return is_bound(weight) and weight.version != _version_of(weight)
+
+
+def _version_of(weight: Weight) -> int | None:
+    return None if weight.tensor.is_inference() else weight.tensor._version
+
+
 @contextmanager
 def plainly() -> Iterator[None]:
     """Let tensors that are made in the block be plain: not of inference mode, nor wrapped by a transform of torch.func.
@@ -200,9 +215,19 @@ def bind(weight: Weight, values: torch.Tensor, *, stays: bool = False) -> None:
     weight.tensor.__class__ = ResidentParameter if is_resident else weight.bound_class
 
 
+def keep(weight: Weight) -> None:
+    """Give a weight that is bound memory of its own, with the values that it has."""
+    with plainly(), torch.no_grad():
+        values = weight.tensor.detach().clone()
+    bind(weight, values)
+
+
 def unbind(weight: Weight) -> None:
     """Take the values of a weight away; first of all it is unbound."""
     is_parameter = issubclass(weight.bound_class, torch.nn.Parameter)
+    if is_parameter and not weight.tensor.is_leaf and is_bound(weight):  # a change made it part of a graph
+        weight.tensor.__class__ = weight.bound_class
+        weight.tensor.detach_()
     weight.tensor._weight = weight  # type: ignore[attr-defined]
     weight.tensor.__class__ = UnboundParameter if is_parameter else UnboundBuffer
     _set_memory(weight, weight.stand_in)
@@ -211,6 +236,7 @@ def unbind(weight: Weight) -> None:
 def _set_memory(weight: Weight, memory: torch.Tensor) -> None:
     with plainly(), torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(weight.tensor, memory)  # type: ignore[attr-defined]
+        weight.version = _version_of(weight)
 
 
 class _NoReads:
@@ -242,7 +268,9 @@ def list_only(state: dict[str, Any]) -> None:
             state[name] = stand_in
 
 
-def _is_harmless_change(attribute: str, value: object) -> bool:
+def _is_harmless_change(attribute: str, tensor: object, value: object) -> bool:
+    if attribute == "data":  # Module._apply sets it to what it got
+        return value is tensor
     return (attribute == "grad" and value is None) or (attribute == "requires_grad" and value is False)
 
 

@@ -1,12 +1,14 @@
-"""What a model refuses while its weights are streamed: other values, a move, a copy. Its state_dict lists names only.
+"""What a model refuses while its weights are streamed: other values, moves, copies. Its state_dict lists names only.
 
 `binding` has what a single weight refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -16,6 +18,10 @@ from fastpersist.streaming.units import Weight
 from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["put_guards", "take_guards_away"]
+
+
+_Kind: TypeAlias = tuple[torch.dtype, torch.device, int]
+"""What a move or a conversion may depend on: a dtype, a device, a number of dimensions."""
 
 
 def put_guards(
@@ -29,6 +35,11 @@ def put_guards(
         source_path: Where they are, for messages.
     """
     streamed = {(id(module), local) for weight in weights for module, local in weight.places}
+    streamed_ids = {id(weight.tensor) for weight in weights}
+    kinds: dict[int, set[_Kind]] = defaultdict(set)  # by module
+    for weight in weights:
+        for module, _ in weight.places:
+            kinds[id(module)].add((weight.dtype, weight.stand_in.device, len(weight.shape)))
 
     @untraced
     def list_weights(module: torch.nn.Module, state: dict[str, Any], *arguments: object) -> None:
@@ -45,11 +56,21 @@ def put_guards(
                         "(fastpersist.stream): close the stream first, and pass assign=True; or leave it out"
                     )
 
-    def refuse_move(*arguments: object, **options: object) -> NoReturn:
-        raise ConfigError(
-            "a model whose weights are streamed cannot be moved or converted: close the stream, and pass device= "
-            "or dtype= to a new one"
-        )
+    def apply_to_others(
+        module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], *arguments: Any, **options: Any
+    ) -> torch.nn.Module:
+        below = {kind for each in module.modules() for kind in kinds.get(id(each), ())}
+        if below and not _leaves_alone(change, below):
+            raise ConfigError(
+                "a model whose weights are streamed cannot be moved or converted: close the stream, and pass device= "
+                "or dtype= to a new one"
+            )
+
+        def change_others(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if id(tensor) in streamed_ids else change(tensor)
+
+        type(module)._apply(module, change_others, *arguments, **options)
+        return module
 
     def refuse_copy(*arguments: object) -> NoReturn:
         raise ConfigError(
@@ -62,7 +83,9 @@ def put_guards(
         handles.append(module.register_load_state_dict_pre_hook(refuse_load))
         if any((id(module), local) in streamed for local in (*module._parameters, *module._buffers)):
             handles.append(module.register_state_dict_post_hook(list_weights))
-        module.__dict__.update(_apply=refuse_move, __deepcopy__=refuse_copy, __reduce_ex__=refuse_copy)
+        module.__dict__.update(
+            _apply=partial(apply_to_others, module), __deepcopy__=refuse_copy, __reduce_ex__=refuse_copy
+        )
     return handles
 
 
@@ -71,3 +94,16 @@ def take_guards_away(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
             module.__dict__.pop(name, None)
+
+
+def _leaves_alone(change: Callable[[torch.Tensor], torch.Tensor], kinds: Collection[_Kind]) -> bool:
+    """Tell whether what `Module._apply` is to do to tensors would leave those of some kinds as they are."""
+    for dtype, device, dimension_count in kinds:
+        probe = torch.empty((2,) * dimension_count, dtype=dtype, device=device)
+        was_shared = probe.is_shared()
+        try:
+            if change(probe) is not probe or probe.is_shared() != was_shared:
+                return False
+        except Exception:  # noqa: BLE001 # it cannot be done to such a tensor
+            return False
+    return True

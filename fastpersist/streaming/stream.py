@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from fastpersist.arguments import byte_count, local_path
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
 from fastpersist.streaming.backward import BackwardReads
-from fastpersist.streaming.binding import bind, is_bound, plainly, unbind
+from fastpersist.streaming.binding import bind, is_bound, is_changed, keep, plainly, unbind
 from fastpersist.streaming.guards import put_guards, take_guards_away
 from fastpersist.streaming.matching import Names, match, put_in_place
 from fastpersist.streaming.prefetch import Prefetch
@@ -200,6 +200,7 @@ class WeightStream:
         self._joining: dict[tuple[Weight, Unit], bool] = {}  # whether that is still to be decided
         self._is_ranked = False
         self._checked: set[int] = set()  # ids of weights whose checksum was compared
+        self._changed: list[str] = []  # parameters that the forward has changed, and that have lost the change
         self._turn = threading.Condition()
         self._holder: int | None = None  # the thread whose turn it is
         self._chosen = Residency(frozenset(), 0, 0)
@@ -469,6 +470,7 @@ class WeightStream:
         try:
             if not self._stack:
                 self._look_for_a_better_choice(unit)
+                _refuse_changed(self._changed)
             self._entered.add(unit.number)
             self._entered_since.add(unit.number)
             if unit.blocks:
@@ -481,7 +483,13 @@ class WeightStream:
             # In residents, too: weights that are read on demand are bound while these use them.
             if torch.is_grad_enabled():
                 saving = self._backward.saving(self._streamed_and_bound)
-                saving.__enter__()
+                try:
+                    saving.__enter__()
+                except RuntimeError as error:
+                    raise UnsupportedError(
+                        f"the gradients of streamed weights' inputs need hooks on saved tensors, and none can be set "
+                        f"here ({error}): use torch.autograd.grad in place of torch.func.grad, vjp and jacrev"
+                    ) from error
         except BaseException as error:
             if not self._is_entered(unit):
                 self._take_away(unit)
@@ -492,7 +500,11 @@ class WeightStream:
         self._stack.append(_Entered(unit, saving))
 
     def _leave(self, unit: Unit, output: Any) -> Any:
-        """Unbind what is not to stay, and have its place filled. Returns the output, without views of the ring."""
+        """Unbind what is not to stay, and have its place filled. Returns the output, without views of the ring.
+
+        Raises:
+            ConfigError: Parameters were changed in place. They have the values of the source again.
+        """
         if self._closed:
             return output
         try:
@@ -504,7 +516,8 @@ class WeightStream:
                 with plainly():
                     self._prefetch.read_ahead()
             finally:
-                self._end_turn()
+                changed = self._end_turn()
+        _refuse_changed(changed)
         return output
 
     def _depth(self) -> int:
@@ -525,8 +538,14 @@ class WeightStream:
         unit, saving = self._stack.pop()
         if saving is not None and self._holder == threading.get_ident():  # it is that thread's alone
             saving.__exit__(None, None, None)
-        if unit.number not in self._prefetch.residents and not self._is_entered(unit):  # it may call itself
+        if self._is_entered(unit):  # it calls itself
+            return
+        if unit.number not in self._prefetch.residents or self._has_changed_parameters(unit):
             self._take_away(unit)
+
+    def _has_changed_parameters(self, unit: Unit) -> bool:
+        bound = self._bound.get(unit.number, ())
+        return any(weight.bound_class is not torch.Tensor and is_changed(weight) for weight in bound)
 
     def _is_entered(self, unit: Unit) -> bool:
         return any(entered.unit is unit for entered in self._stack)
@@ -539,9 +558,19 @@ class WeightStream:
 
     def _take_away(self, unit: Unit) -> None:
         for weight in self._bound.get(unit.number, ()):
-            unbind(weight)
+            self._unbind(weight)
         self._bound.pop(unit.number, None)  # now: whatever interrupts this, no bound weight is forgotten
         self._prefetch.give_back(unit)
+
+    def _unbind(self, weight: Weight) -> None:
+        """Take the values of a weight away, unless it is a buffer that was changed: that stays from now on."""
+        if is_changed(weight):
+            if weight.bound_class is torch.Tensor:
+                keep(weight)
+                self._small.add(weight.name)
+                return
+            self._changed.append(weight.name)
+        unbind(weight)
 
     def _wait(self, filling: Filling) -> None:
         started = perf_counter()
@@ -614,7 +643,7 @@ class WeightStream:
 
     def _drop_on_demand(self) -> None:
         for weight in self._on_demand:
-            unbind(weight)
+            self._unbind(weight)
         self._on_demand.clear()
 
     def _refuse_use(self, weight: Weight) -> None:
@@ -634,13 +663,16 @@ class WeightStream:
             self._turn.wait_for(lambda: self._holder in (None, threading.get_ident()))
             self._holder = threading.get_ident()
 
-    def _end_turn(self) -> None:
-        """Let another thread have its turn, unless this one is inside a unit."""
+    def _end_turn(self) -> list[str]:
+        """Let another thread have its turn, unless this one is inside a unit. Returns what has lost a change."""
         if not self._stack:
             self._drop_on_demand()
+        changed, self._changed = self._changed, []
+        if not self._stack:
             with self._turn:
                 self._holder = None
                 self._turn.notify()
+        return changed
 
     # --- outputs
 
@@ -736,6 +768,15 @@ def _hooks_of(owner: WeightStream, unit: Unit) -> list[torch.utils.hooks.Removab
         unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(leave),
     ]
+
+
+def _refuse_changed(names: Sequence[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} changed in place by a forward: streamed parameters are read again for each one, so "
+            "the change is lost, and the results of this forward are not to be used; let it change a copy, or load the "
+            "model instead"
+        )
 
 
 def _refuse_changing_embeddings(model: torch.nn.Module) -> None:

@@ -68,6 +68,7 @@ class Weight:
         dtype: As the model has it; the file's may be another.
         pieces: Where its bytes lie, end to end; mostly one.
         owner: The stream.
+        version: That of the tensor when it was bound; any change in place makes it another.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Weight:
     dtype: torch.dtype
     pieces: tuple[Place, ...]
     owner: WeightOwner
+    version: int | None = None
 
     @property
     def file_dtype(self) -> torch.dtype:

@@ -52,7 +52,7 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "cuda": lambda model: model.cuda(),
     "double": lambda model: model.double(),
     "part": lambda model: model.blocks[1].half(),
-    "apply": lambda model: model.blocks[1][1]._apply(lambda each: each),
+    "apply": lambda model: model.blocks[1][1]._apply(lambda each: each.clone()),
     "to_empty": lambda model: model.to_empty(device="cpu"),
     "share_memory": lambda model: model.share_memory(),
     "deepcopy": copy.deepcopy,
@@ -78,6 +78,48 @@ def test_what_a_model_refuses_changes_nothing_whatever_is_in_memory(
     assert [(id(each), each.dtype, each.device) for each in model.parameters()] == before
     with torch.no_grad():
         expect_same(model(torch.tensor([1])), whole(torch.tensor([1])))
+
+
+UNCHANGED: dict[str, Callable[[nn.Module], Any]] = {
+    "to device": lambda model: model.to("cpu"),
+    "to dtype": lambda model: model.to(torch.float32),
+    "to both": lambda model: model.to(torch.device("cpu"), torch.float32, non_blocking=True),
+    "float": lambda model: model.float(),
+    "cpu": lambda model: model.cpu(),
+    "type": lambda model: model.type(torch.float32),
+    "part": lambda model: model.blocks[1].to("cpu"),
+}
+
+
+@pytest.mark.parametrize("what", UNCHANGED)
+def test_a_conversion_to_what_the_weights_are_is_none(
+    what: str, streamed: tuple[nn.Module, fp.WeightStream], whole: nn.Module
+) -> None:
+    model, stream = streamed
+    before = [(id(each), each.dtype, type(each)) for each in model.parameters()]
+    on_demand_count = stream.stats().on_demand_count
+    UNCHANGED[what](model)
+    assert [(id(each), each.dtype, type(each)) for each in model.parameters()] == before
+    assert stream.stats().on_demand_count == on_demand_count
+    for _ in range(2):
+        with torch.no_grad():
+            expect_same(model(torch.tensor([1])), whole(torch.tensor([1])))
+
+
+def test_a_conversion_that_leaves_the_weights_alone_converts_what_is_added_to_them(
+    streamed: tuple[nn.Module, fp.WeightStream],
+) -> None:
+    model, _ = streamed
+    model.blocks[1].add_module("adapter", nn.Linear(48, 48, dtype=torch.float64))  # type: ignore[index, union-attr]
+    adapter = model.get_submodule("blocks.1.adapter")
+    adapter.weight.grad = torch.ones(48, 48, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="stream"):
+        model.to(torch.bfloat16)
+    assert adapter.weight.dtype == torch.float64
+    model.to(torch.float32)
+    assert adapter.weight.dtype == adapter.weight.grad.dtype == torch.float32
+    model.get_submodule("blocks.1.2").half()  # it has no streamed weights
+    model.train().zero_grad()
 
 
 def test_a_model_that_is_not_streamed_any_more_takes_other_values(path: Path, whole: nn.Module) -> None:
