@@ -357,11 +357,12 @@ def load_into(
     Args:
         path: A file written by fastpersist, torch.save or safetensors. Or a directory of a model in safetensors files,
             as HuggingFace writes them: with an index, or without.
-        target: What to fill: a Module, as its load_state_dict would fill it from the state_dict in the file; a tensor;
-            an optimizer, or a wrapper with an `.optimizer` attribute; any object with load_state_dict; or dicts, lists
-            and tuples of these, nested like the object in the file. Plain values (numbers, text, None, …) in a dict or
-            a list are set to those of the file. If the target holds such values or an optimizer, its dicts also get the
-            plain values that they lack.
+        target: What to fill: a Module, as its load_state_dict would fill it from the state_dict in the file, if that
+            has the module's names and shapes (of others that hooks translate, as of an old weight_norm, use `load` and
+            load_state_dict); a tensor; an optimizer, or a wrapper with an `.optimizer` attribute; any object with
+            load_state_dict; or dicts, lists and tuples of these, nested like the object in the file. Plain values
+            (numbers, text, None, …) in a dict or a list are set to those of the file. If the target holds such values
+            or an optimizer, its dicts also get the plain values that they lack.
         strict: Demand the same names of tensors on both sides. Without it, names that only one side has are passed
             over; shapes must still agree, and optimizers fit. A tensor with several names in the target (tied weights)
             needs only one of them in safetensors, which hold no tensor twice.
