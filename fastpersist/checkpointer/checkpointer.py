@@ -21,7 +21,7 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Checkpointer"]
+
+_Given = TypeVar("_Given")
 
 PathLike = str | os.PathLike[str]
 
@@ -575,8 +577,7 @@ class Checkpointer(Uncopied):
 
         Thread safety: the training thread only.
         """
-        after = checked_step(step)
-        return sorted(self._remove(lambda found: [other for other in found if other > after]))
+        return sorted(self._remove(step, lambda found, after: [other for other in found if other > after]))
 
     def delete(self, step: int) -> None:
         """Remove one step, for good, even if a rule keeps it or it is damaged.
@@ -592,25 +593,27 @@ class Checkpointer(Uncopied):
 
         Thread safety: the training thread only.
         """
-        wanted = checked_step(step)
 
-        def choose(found: list[int]) -> list[int]:
+        def choose(found: list[int], wanted: int) -> list[int]:
             if wanted not in found:
                 raise CheckpointNotFoundError(f"there is no step {wanted} in {self._path}")
             return [wanted]
 
-        self._remove(choose)
+        self._remove(step, choose)
 
-    def _remove(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
-        """Remove the steps that `choose` returns; see `Root.remove_together`."""
+    def _remove(self, given: Any, choose: Callable[[list[int], int], list[int]]) -> list[int]:
+        """Remove those of the steps that are there which `choose` returns; see `Root.remove_together`."""
         self._refuse_unusable()
         self._queue.join(None)
+        step = self._agreed("step", lambda: checked_step(given))
         bound, group = self._bound, self._bound.process_group
         everybodys = None
         if group is not None and bound.stores.node_local == "copies":
             look = partial(read_commits, self._path)
             everybodys = look_together(self._path, group, look, everywhere=True)
-        return self._root.remove_together(choose, self._saves.own_root, group, bound.rank, everybodys)
+        return self._root.remove_together(
+            lambda found: choose(found, step), self._saves.own_root, group, bound.rank, everybodys
+        )
 
     @untraced
     def load(
@@ -729,22 +732,31 @@ class Checkpointer(Uncopied):
         return found
 
     def _agreed_step(self, step: Any, keys: Any, missing_ok: bool) -> int | Literal["best"] | None:
-        """Return the step to load; raise on all ranks if one of them was given what makes no sense, or another one."""
-        found: int | Literal["best"] | None = None
-        why_not = ""
-        try:
+        """Return the step to load; see `_agreed`."""
+
+        def checked() -> tuple[int | Literal["best"] | None, bool]:
             require_keys(keys)
             if isinstance(step, str):
                 if step != "best":
                     raise ConfigError(f'a step is an int, "best", or None for the newest one; not {step!r}')
-                found = "best"
-            elif step is not None:
-                found = checked_step(step)
+                return "best", bool(missing_ok)
+            return None if step is None else checked_step(step), bool(missing_ok)
+
+        return self._agreed("step and missing_ok", checked)[0]
+
+    def _agreed(self, options: str, check: Callable[[], _Given]) -> _Given:
+        """Return what a check of arguments returns; raise on all ranks if one was given no sense, or something else.
+
+        Raises:
+            ConfigError: The check has failed on a rank, or returned something else there.
+        """
+        group = self._bound.process_group
+        if group is None:
+            return check()
+        try:
+            given, why_not = check(), ""
         except ConfigError as error:
-            if self._bound.process_group is None:
-                raise
-            why_not = str(error)
-        if (group := self._bound.process_group) is not None:
-            refuse_together(group, self._path, why_not)
-            require_same(group, self._path, "step and missing_ok", (found, bool(missing_ok)))
-        return found
+            given, why_not = None, str(error)
+        refuse_together(group, self._path, why_not)
+        require_same(group, self._path, options, given)
+        return cast(_Given, given)

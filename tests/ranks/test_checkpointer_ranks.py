@@ -131,6 +131,23 @@ def test_ranks_that_ask_for_different_loads_hear_of_it_and_the_next_one_works(tm
     run_ranks(2, work)
 
 
+def test_a_removal_that_one_rank_was_asked_for_in_another_way_removes_nothing(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> None:
+        run = Run(SIZES)
+        with fp.Checkpointer(tmp_path, optimizer=run.optimizer, process_group=dist.group.WORLD) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, run.advance().state()).result()
+            for remove in (checkpoints.delete, checkpoints.discard_after):
+                with pytest.raises((fp.ConfigError, fp.PeerError)) as caught:
+                    remove(-1 if rank else 1)
+                assert type(caught.value) is (fp.ConfigError if rank else fp.PeerError)
+                with pytest.raises(fp.ConfigError, match="all ranks need the same step"):
+                    remove(2 if rank else 1)
+            assert checkpoints.steps() == [1, 2]
+
+    run_ranks(2, work)
+
+
 def test_what_fails_to_load_on_one_rank_has_failed_on_all(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run_ranks(2, train, root, 1)
