@@ -299,8 +299,10 @@ class PendingSave(Uncopied):
                 capture.check()
 
     def poll(self, _done_bytes: int) -> None:
-        """Stop a transfer whose save was cancelled."""
+        """Stop a transfer whose save was cancelled; let one whose process ends go at full speed."""
         self._refuse_cancelled()
+        if not threading.main_thread().is_alive():  # the interpreter waits for this thread
+            self.hurry()
 
     def cancel(self, error: BaseException) -> None:
         """Make the save fail, from another thread than the one that writes it."""

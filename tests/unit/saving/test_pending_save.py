@@ -501,3 +501,15 @@ def test_a_waiter_that_is_interrupted_before_it_lets_the_next_one_go_holds_up_no
     latch._is_set = True  # the waiter that got the lock has gone, and never releases it
     waiter.join(PATIENCE_S)
     assert ended == [True]
+
+
+def test_a_save_is_written_at_full_speed_when_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = PendingSave("state.pt", SaveStats(path="state.pt"))
+    hurried: list[bool] = []
+    monkeypatch.setattr(pending, "hurry", lambda: hurried.append(True))
+    pending.poll(0)
+    assert not hurried
+    ended = threading.Thread()
+    monkeypatch.setattr(threading, "main_thread", lambda: ended)
+    pending.poll(0)
+    assert hurried
