@@ -15,8 +15,8 @@ import torch
 from support.committed_steps import newest_of, save_steps, state
 from support.directories import wait_for_report
 from support.forking import Child, Report
-from support.held_sync import HeldSync
 from support.runs import hidden_names
+from support.training import HeldFilesystem
 
 import fastpersist as fp
 from fastpersist.checkpointer.root import RetentionPolicy, Root
@@ -296,7 +296,7 @@ def test_misspelt_metric_is_told_at_the_first_save_and_nothing_goes(tmp_path: Pa
 
 
 def test_a_save_that_is_left_out_frees_its_state_at_once(tmp_path: Path) -> None:
-    with using(held := HeldSync()), fp.Checkpointer(tmp_path, busy="latest") as checkpointer:
+    with using(held := HeldFilesystem()), fp.Checkpointer(tmp_path, busy="latest") as checkpointer:
         try:
             kept = []
             for step in range(4):
@@ -307,5 +307,5 @@ def test_a_save_that_is_left_out_frees_its_state_at_once(tmp_path: Path) -> None
             gc.collect()
             assert [tensor() is None for tensor in kept[1:3]] == [True, True]  # the first is written, the last waits
         finally:
-            held.gate.set()
+            held.release()
     assert fp.Checkpointer(tmp_path).steps() == [0, 3]

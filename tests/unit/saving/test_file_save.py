@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.held_sync import HeldSync
 from support.states import pending_files
 
 import fastpersist as fp
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile
-from fastpersist.commit.filesystem import using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.saving.containers import Container
 from fastpersist.saving.file_save import FileOptions, save_file_async
 from fastpersist.saving.ownership import Owners, Ownership
@@ -131,6 +130,17 @@ def test_options_that_are_no_bools_are_refused() -> None:
             FileOptions(**{name: "no"})  # type: ignore[arg-type]
 
 
+class HeldSync(Filesystem):
+    """Files become durable once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def sync(self, fd: int, path: str) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        super().sync(fd, path)
+
+
 def test_a_save_is_not_replaced_by_an_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with using(held := HeldSync()):
@@ -152,5 +162,5 @@ def test_a_save_may_be_made_when_an_earlier_one_to_its_path_has_ended(tmp_path: 
         saved.set()
 
     fp.save_async({"state": torch.zeros(3)}, path).when_finished(again)
-    assert saved.wait(60)
+    assert saved.wait(PATIENCE_S)
     assert torch.equal(torch.load(path)["state"], torch.ones(3))
