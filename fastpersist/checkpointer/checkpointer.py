@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.checkpointer.explain import explain
@@ -51,7 +52,7 @@ from fastpersist.distributed.node_local.detection import NodeLocal
 from fastpersist.distributed.partition import require_writers
 from fastpersist.distributed.peers import rank_in
 from fastpersist.distributed.stop_agreement import StopAgreement
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, FastPersistError, SkippedError
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, FastPersistError, SkippedError, UnsupportedError
 from fastpersist.formats.manifest import checked_step
 from fastpersist.loading.renaming import Rename
 from fastpersist.loading.selection import require_keys
@@ -701,8 +702,8 @@ class Checkpointer(Uncopied):
         """
         if self._process == os.getpid():
             self._queue.join(None)
-        step = self._agreed_step(step, keys, missing_ok)
-        options = LoadOptions(
+        make = partial(
+            LoadOptions,
             map_location,
             into,
             keys,
@@ -716,6 +717,7 @@ class Checkpointer(Uncopied):
             copies=self._bound.stores.node_local == "copies",
             progress=progress,
         )
+        step, options = self._agreed_load(step, keys, missing_ok, make)
         resumed = self._resumed_from
         if step is None:
             unusable = self._root.unloadable.add
@@ -731,32 +733,40 @@ class Checkpointer(Uncopied):
             resumed(step)
         return found
 
-    def _agreed_step(self, step: Any, keys: Any, missing_ok: bool) -> int | Literal["best"] | None:
-        """Return the step to load; see `_agreed`."""
+    def _agreed_load(
+        self, step: Any, keys: Any, missing_ok: bool, make: Callable[[], LoadOptions]
+    ) -> tuple[int | Literal["best"] | None, LoadOptions]:
+        """Return the step to load, and the options that `make` returns; see `_agreed`."""
+        options: list[LoadOptions] = []
 
         def checked() -> tuple[int | Literal["best"] | None, bool]:
             require_keys(keys)
+            options.append(make())
             if isinstance(step, str):
                 if step != "best":
                     raise ConfigError(f'a step is an int, "best", or None for the newest one; not {step!r}')
                 return "best", bool(missing_ok)
             return None if step is None else checked_step(step), bool(missing_ok)
 
-        return self._agreed("step and missing_ok", checked)[0]
+        found, _ = self._agreed("step and missing_ok", checked)
+        return found, options[0]
 
     def _agreed(self, options: str, check: Callable[[], _Given]) -> _Given:
         """Return what a check of arguments returns; raise on all ranks if one was given no sense, or something else.
 
         Raises:
-            ConfigError: The check has failed on a rank, or returned something else there.
+            ConfigError, UnsupportedError: The check has failed here; or it returned something else on another rank.
+            PeerError: It has failed on another rank, or that is gone.
         """
         group = self._bound.process_group
         if group is None:
             return check()
         try:
-            given, why_not = check(), ""
-        except ConfigError as error:
-            given, why_not = None, str(error)
-        refuse_together(group, self._path, why_not)
+            given = check()
+        except (ConfigError, UnsupportedError) as error:
+            with suppress(ConfigError):
+                refuse_together(group, self._path, str(error))
+            raise
+        refuse_together(group, self._path, "")
         require_same(group, self._path, options, given)
-        return cast(_Given, given)
+        return given

@@ -118,7 +118,13 @@ def test_ranks_that_ask_for_different_loads_hear_of_it_and_the_next_one_works(tm
         run = Run(SIZES)
         with fp.Checkpointer(tmp_path, optimizer=run.optimizer, process_group=dist.group.WORLD) as checkpoints:
             checkpoints.save(1, run.advance().state()).result()
-            odd: list[dict[str, Any]] = [{"keys": "w"}, {"step": "latest"}, {"step": -1}]
+            odd: list[dict[str, Any]] = [
+                {"keys": "w"},
+                {"step": "latest"},
+                {"step": -1},
+                {"into": 3},
+                {"dtype": torch.int8},
+            ]
             for options in odd:
                 with pytest.raises((fp.ConfigError, fp.PeerError)) as caught:
                     checkpoints.load(**(options if rank else {}))
