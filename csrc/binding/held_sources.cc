@@ -127,23 +127,19 @@ class [[gnu::visibility("hidden")]] Counters {
 class [[gnu::visibility("hidden")]] Places {
  public:
   //   sources                           the ones of which it is asked
-  //   keys                              of the storages of these sources
   //   storages, addresses, sizes_bytes  of all sources; the list is not changed any more
-  Places(std::shared_ptr<const Questions> questions, std::vector<uint32_t> sources, std::vector<uint64_t> keys,
-         py::list storages, std::vector<uint64_t> addresses, std::vector<uint64_t> sizes_bytes)
+  Places(std::shared_ptr<const Questions> questions, std::vector<uint32_t> sources, py::list storages,
+         std::vector<uint64_t> addresses, std::vector<uint64_t> sizes_bytes)
       : questions_(std::move(questions)),
         sources_(std::move(sources)),
-        keys_(std::move(keys)),
         storages_(std::move(storages)),
         addresses_(std::move(addresses)),
         sizes_bytes_(std::move(sizes_bytes)) {}
 
   // Returns a source whose storage has other memory, or another length.
   std::optional<uint32_t> Moved() const {
-    for (size_t i = 0; i < sources_.size(); i++) {
-      if (i % Questions::kTouchCount == 0) Touch(i, std::min(i + Questions::kTouchCount, sources_.size()));
-      const uint32_t source = sources_[i];
-      PyObject* const storage = StorageOf(source);
+    for (const uint32_t source : sources_) {
+      PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), Py_ssize_t(source));
       if (questions_->AddressOf(storage) != addresses_[source] || questions_->SizeOf(storage) != sizes_bytes_[source]) {
         return source;
       }
@@ -152,23 +148,8 @@ class [[gnu::visibility("hidden")]] Places {
   }
 
  private:
-  static constexpr size_t kLine = 64;
-
-  PyObject* StorageOf(uint32_t source) const { return PyList_GET_ITEM(storages_.ptr(), Py_ssize_t(source)); }
-
-  // Reads the memory of some storages, which is that of their objects and that at their keys; see
-  // TorchFunctions::Touch.
-  void Touch(size_t start, size_t end) const {
-    for (size_t i = start; i < end; i++) {
-      TorchFunctions::Read(StorageOf(sources_[i]));
-      TorchFunctions::Read(reinterpret_cast<const char*>(keys_[i]));
-      TorchFunctions::Read(reinterpret_cast<const char*>(keys_[i]) + kLine);
-    }
-  }
-
   const std::shared_ptr<const Questions> questions_;
   const std::vector<uint32_t> sources_;
-  const std::vector<uint64_t> keys_;  // of these sources
   const py::list storages_;
   const std::vector<uint64_t> addresses_, sizes_bytes_;
 };
@@ -309,15 +290,11 @@ class [[gnu::visibility("hidden")]] HeldSources {
       throw py::value_error("each source has a storage, its address and its size");
     }
     std::vector<uint32_t> sources;
-    std::vector<uint64_t> keys;
     sources.reserve(keys_.size());
-    keys.reserve(keys_.size());
     for (uint32_t source = 0; source < keys_.size(); source++) {
-      if (of_source[source] != kind) continue;
-      sources.push_back(source);
-      keys.push_back(keys_[source]);
+      if (of_source[source] == kind) sources.push_back(source);
     }
-    return std::make_unique<Places>(questions_, std::move(sources), std::move(keys), storages, std::move(all_addresses),
+    return std::make_unique<Places>(questions_, std::move(sources), storages, std::move(all_addresses),
                                     std::move(all_sizes));
   }
 

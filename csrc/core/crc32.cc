@@ -70,7 +70,8 @@ constexpr auto kMoves = [] {
   std::array<std::array<uint32_t, 256>, sizeof(uint64_t)> moves{};
   for (size_t digit = 0; digit < moves.size(); ++digit) {
     moves[digit][0] = kOne;
-    for (size_t n = 1; n < 256; ++n) moves[digit][n] = Multiply(moves[digit][n - 1], kSquares[8 * digit + 3]);
+    for (size_t n = 1; n < 256; ++n)
+      moves[digit][n] = Multiply(moves[digit][n - 1], kSquares[kBitsPerByteLog2 + 8 * digit]);
   }
   return moves;
 }();

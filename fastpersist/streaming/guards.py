@@ -104,6 +104,6 @@ def _leaves_alone(change: Callable[[torch.Tensor], torch.Tensor], kinds: Collect
         try:
             if change(probe) is not probe or probe.is_shared() != was_shared:
                 return False
-        except Exception:  # noqa: BLE001 # it cannot be done to such a tensor
+        except Exception:  # noqa: BLE001 - whatever it raises for such a tensor, the caller refuses it
             return False
     return True
