@@ -62,6 +62,7 @@ __all__ = [
     "errors_in_log",
     "find_leftovers",
     "hidden_prefix",
+    "is_being_written",
     "is_live",
     "live_guard",
     "lock_record",
@@ -489,6 +490,24 @@ def find_leftovers(target: Target) -> list[str]:
             return [entry.path for entry in entries if name.fullmatch(entry.name)]
     except OSError:
         return []  # it may be writable and not listable; if not, creating the file will raise
+
+
+def is_being_written(path: str) -> bool:
+    """Tell whether somebody writes a pending file; False also where the file system has no locks to tell."""
+    with _live_guard:
+        try:
+            if is_live(os.lstat(path)):
+                return True
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in LOCK_HELD
+        finally:
+            close_quietly(fd, path)
+    return False
 
 
 def sweep(target: Target) -> list[str]:

@@ -33,7 +33,7 @@ import torch
 
 from fastpersist import _native
 from fastpersist.arguments import local_path, require_bools
-from fastpersist.commit.file_commit import PendingFile, find_leftovers, resolve_target
+from fastpersist.commit.file_commit import PendingFile, find_leftovers, is_being_written, resolve_target
 from fastpersist.commit.filesystem import filesystem, tell_free
 from fastpersist.errors import (
     ChecksumError,
@@ -220,7 +220,8 @@ class RowWriter(Uncopied):
         engine: As in `save`.
 
     Raises:
-        ConfigError: Arguments that make no sense; the table exists already; what is unfinished is of other rows.
+        ConfigError: Arguments that make no sense; the table exists already, or another writer is writing it; what is
+            unfinished is of other rows.
 
     Thread safety: one thread at a time.
     """
@@ -346,6 +347,7 @@ class RowWriter(Uncopied):
         record = self._adopt() if self._resume else None
         self._pending = self._pending or PendingFile.create(self._target)
         try:
+            self._refuse_other_writers(self._pending.path)
             self._open(record)
         except BaseException:
             self._end(keep=record is not None)
@@ -427,6 +429,12 @@ class RowWriter(Uncopied):
                 f"{self.path} exists, and a packed table cannot be replaced, nor replace one, in one step; remove the "
                 "old table first"
             )
+
+    def _refuse_other_writers(self, own_path: str) -> None:
+        """Refuse two writers of a table: its sidecar could become that of the other. Our own file is locked already."""
+        for path in find_leftovers(self._target):
+            if path != own_path and is_being_written(path):
+                raise ConfigError(f"{self.path} is being written already ({path}); wait for that, or choose another name")
 
     def _adopt(self) -> Progress | None:
         """Take over the unfinished file with the most rows; return its record. Others of dead writers are removed."""

@@ -63,6 +63,26 @@ def expect_table(path: Path, count: int) -> None:
     assert hidden_files(path.parent) == []
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_second_writer_of_a_table_is_refused(tmp_path: Path, resume: bool) -> None:
+    path = tmp_path / "table.npy"
+    rows = make_rows(10_000, WIDTH)
+    with int32_writer(path, resume=resume) as writer:
+        writer.append(rows[:5000])
+        for other in (True, False):
+            with pytest.raises(ConfigError, match=r"table.npy is being written already \(.*pending-"):
+                int32_writer(path, resume=other, overwrite=True).__enter__()
+
+        def other_process(report: Any) -> None:
+            with pytest.raises(ConfigError, match="being written already"):
+                write_rows(path, rows)
+
+        run_in_child(other_process)
+        assert len(hidden_files(tmp_path)) == 1
+        writer.append(rows[5000:])
+    expect_table(path, 10_000)
+
+
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 1638, 1639, 10_000])
 def test_stock_readers_read_the_table(tmp_path: Path, suffix: str, count: int) -> None:
@@ -412,24 +432,6 @@ def test_the_unfinished_table_with_the_most_rows_is_taken(tmp_path: Path) -> Non
     with int32_writer(path, resume=True) as writer:
         assert writer.row_count == 5_000
         assert len(hidden_files(tmp_path)) == 1
-    expect_table(path, 5_000)
-
-
-def test_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "table.npy"
-    with int32_writer(path, resume=True) as first:
-        first.append(make_rows(5_000, WIDTH))
-        write_rows(path, make_rows(3, WIDTH))  # of this process
-
-        def other(report: Any) -> None:
-            path.unlink()
-            with int32_writer(path, resume=True) as second:
-                assert second.row_count == 0
-                second.append(make_rows(4, WIDTH))
-
-        run_in_child(other)
-        assert len(hidden_files(tmp_path)) == 1
-        path.unlink()
     expect_table(path, 5_000)
 
 
