@@ -532,11 +532,7 @@ class RowWriter(Uncopied):
         if self._positions is not None:
             save_sidecar(path, facts, self._positions, engine=self._engine)
         elif os.path.lexists(facts.path):
-            try:
-                filesystem().unlink(facts.path)
-            except StorageError as error:
-                if error.errno != errno.ENOENT:  # another writer of this path has removed it
-                    raise
+            filesystem().unlink(facts.path)
             filesystem().sync_directory(self._target.directory)
         self._close_file()
         pending.publish(size_bytes, durable=True)
