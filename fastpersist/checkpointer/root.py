@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastpersist.commit.directory_commit import RootLock, remove_directory, sweep_directories
-from fastpersist.commit.filesystem import filesystem, make_directories
+from fastpersist.commit.filesystem import filesystem, ignoring, make_directories
 from fastpersist.commit.locks import is_root_on
 from fastpersist.commit.removal import remove_replaced_before
 from fastpersist.commit.step_listing import (
@@ -543,11 +543,8 @@ class Root:
         if commits:
             self._write_latest(in_commit_order(commits)[-1])
             return
-        try:
+        with ignoring(errno.ENOENT):
             filesystem().unlink(os.path.join(self.directory, _LATEST_NAME))
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
 
     def mark_committed(self, number: int) -> None:
         """Note that all stores have the step with this commit number; see `node_local.copies`."""

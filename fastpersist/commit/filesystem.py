@@ -25,6 +25,7 @@ __all__ = [
     "close_quietly",
     "filesystem",
     "hint_at_make_parents",
+    "ignoring",
     "is_there",
     "make_directories",
     "open_regular",
@@ -50,6 +51,16 @@ def storage_errors(operation: str, path: str) -> Iterator[None]:
     except OSError as error:
         kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise kind(error.errno, f"{operation} {path}: {error.strerror}", path) from error
+
+
+@contextmanager
+def ignoring(sys_errno: int) -> Iterator[None]:
+    """Let a StorageError with this errno end the block, and nothing more: what the block was to do is done already."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != sys_errno:
+            raise
 
 
 def tell_free(error: BaseException, hint: str = "") -> None:

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple
 
 from fastpersist.commit.file_commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix, is_live
-from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.filesystem import filesystem, ignoring, storage_errors
 from fastpersist.commit.locks import Lock, claimed
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.formats.manifest import MANIFEST_NAME
@@ -298,9 +298,9 @@ def _remove_tree(path: str) -> None:
 
 def _remove_tree_once(path: str) -> None:
     _empty_tree(path)
-    with _gone_is_fine():
+    with ignoring(errno.ENOENT):
         filesystem().unlink(os.path.join(path, MANIFEST_NAME))
-    with _gone_is_fine():
+    with ignoring(errno.ENOENT):
         filesystem().remove_directory(path)
 
 
@@ -308,7 +308,7 @@ def _empty_tree(path: str) -> None:
     """Delete everything in a directory but its manifest; links are not followed, missing files are no error."""
     directories = [path]
     for directory in directories:
-        with _gone_is_fine(), storage_errors("listing", directory):
+        with ignoring(errno.ENOENT), storage_errors("listing", directory):
             with suppress(OSError):
                 if os.lstat(directory).st_mode & 0o700 != 0o700:
                     os.chmod(directory, 0o700)
@@ -318,20 +318,11 @@ def _empty_tree(path: str) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     directories.append(entry.path)
                 elif directory != path or entry.name != MANIFEST_NAME:
-                    with _gone_is_fine():
+                    with ignoring(errno.ENOENT):
                         filesystem().unlink(entry.path)
     for directory in reversed(directories[1:]):
-        with _gone_is_fine():
+        with ignoring(errno.ENOENT):
             filesystem().remove_directory(directory)
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    try:
-        yield
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
 
 
 def remove_directory(path: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.filesystem import filesystem, ignoring
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, part_name, write_part
@@ -25,7 +25,7 @@ from fastpersist.dcp.plan_agreement import Done, Planned, SharedPlans, gather_do
 from fastpersist.dcp.plan_comparison import GetSums, sample
 from fastpersist.distributed.group_save import PeerDirectorySave
 from fastpersist.distributed.messages import preferring_failure_of_others
-from fastpersist.errors import ConfigError, InternalError, StorageError
+from fastpersist.errors import ConfigError, InternalError
 from fastpersist.formats.manifest import FileEntry, check_file_name
 from fastpersist.saving.directory_files import WriteSite
 from fastpersist.saving.directory_save import DirectorySave
@@ -94,11 +94,8 @@ class ShardedFiles:
         """Make the directories of the name, before the followers are told of them."""
         for part in filter(None, self._name.split("/")):
             path = os.path.join(path, part)
-            try:
+            with ignoring(errno.EEXIST):
                 filesystem().make_directory(path)
-            except StorageError as error:
-                if error.errno != errno.EEXIST:
-                    raise
         return path
 
     def _write(

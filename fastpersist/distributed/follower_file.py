@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastpersist import _native
-from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.filesystem import filesystem, ignoring, storage_errors
 from fastpersist.distributed.file_agreement import follow_plans, offsets_in, tell_done
 from fastpersist.distributed.messages import checking, preferring_failure_of_others
 from fastpersist.distributed.node_local.copies import receive_rest
@@ -269,11 +269,8 @@ def _created(directory: str, name: str, made: Callable[[str], None]) -> int:
     path = directory
     for part in above:
         path = os.path.join(path, part)
-        try:
+        with ignoring(errno.EEXIST):
             filesystem().make_directory(path)
-        except StorageError as error:
-            if error.errno != errno.EEXIST:
-                raise
         made(path)  # also of another rank's directory: it is removed only if it is empty and the save has failed
     path = os.path.join(directory, name)
     fd = filesystem().create(path)
