@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastpersist import _native
@@ -24,6 +23,7 @@ from fastpersist.distributed.messages import checking
 from fastpersist.distributed.node_local.copies import send_rest
 from fastpersist.distributed.node_local.detection import Say
 from fastpersist.distributed.node_local.publishing import SplitShares
+from fastpersist.distributed.partition import combined_crcs
 from fastpersist.distributed.replica_check import bytes_of
 from fastpersist.distributed.shared_file import SaveGroup, Share
 from fastpersist.errors import CoordinationError, InternalError
@@ -38,14 +38,6 @@ from fastpersist.transfer.writer import Run, Writer
 __all__ = ["CoordinatorFile"]
 
 _CRC_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _LateBytes:
-    """Bytes of a source that lie in a block that is written late; copied when the save begins."""
-
-    from_bytes: int
-    data: bytes
 
 
 class CoordinatorFile(Share):
@@ -77,11 +69,11 @@ class CoordinatorFile(Share):
         )
 
     @cached_property
-    def _late_bytes(self) -> dict[int, list[_LateBytes]]:
-        """By source what is written late of it; on the writing thread, as the sums."""
-        found: dict[int, list[_LateBytes]] = {source: [] for source in range(len(self.container.sources))}
+    def _late_bytes(self) -> dict[int, list[tuple[ByteRange, bytes]]]:
+        """By source what is written late of it, copied when the save began; on the writing thread, as the sums."""
+        found: dict[int, list[tuple[ByteRange, bytes]]] = {source: [] for source in range(len(self.container.sources))}
         for part, data in zip(self._late_ranges, self._get_late_bytes(), strict=True):
-            found[part.source].append(_LateBytes(part.from_bytes, data))
+            found[part.source].append((part, data))
         return found
 
     def _late_blocks(self) -> list[Extent]:
@@ -317,17 +309,8 @@ class CoordinatorFile(Share):
         sources = self.container.sources
         if not self.container.has_checksums:
             return [0] * len(sources)
-        runs: list[list[Run]] = [[] for _ in sources]
-        for part, crc in written:
-            runs[part.source].append((part.from_bytes, part.size_bytes, crc))
-        crcs = []
-        for source, found in enumerate(runs):
-            found += [(one.from_bytes, len(one.data), _native.crc32(one.data)) for one in self._late_bytes[source]]
-            combined = _native.combine_runs(found, sources[source].size_bytes)
-            if combined is None:
-                raise InternalError(f"source {source} is not covered by what the ranks have written")
-            crcs.append(combined)
-        return crcs
+        late = [(part, _native.crc32(data)) for found in self._late_bytes.values() for part, data in found]
+        return combined_crcs([source.size_bytes for source in sources], [*written, *late])
 
     def _write_late(self, stream: PieceStream, crcs: Sequence[int]) -> None:
         """Put the late blocks together, and write them."""
@@ -351,8 +334,8 @@ class CoordinatorFile(Share):
             elif isinstance(part, Checksum):
                 yield part.offset_bytes, crcs[part.source].to_bytes(_CRC_BYTES, "little")
             else:
-                for one in self._late_bytes[part.source]:
-                    yield part.offset_bytes + one.from_bytes, one.data
+                for late, data in self._late_bytes[part.source]:
+                    yield part.offset_bytes + late.from_bytes, data
         yield self.container.closing_extent[0], self.container.closing(crcs)
 
 

@@ -2,7 +2,7 @@
 
 Large sources are *cut*: the whole blocks of each in the file, its interior, are divided among the writers. The
 coordinator writes everything else. A writer's blocks are one range of all interiors in a row, so the shares of two
-writers differ by at most one block, and few sources are really cut.
+writers differ by at most one block, and few sources are really cut. The CRCs of what was cut are joined here, too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 
+from fastpersist import _native
 from fastpersist.config import BLOCK_BYTES
-from fastpersist.errors import ConfigError
+from fastpersist.errors import ConfigError, InternalError
 from fastpersist.formats.byte_ranges import ByteRange, Extent
 from fastpersist.formats.layout import align_up
 
 __all__ = [
     "CUT_BYTES_MIN",
     "choose_writers",
+    "combined_crcs",
     "common_block_bytes",
     "interior_of",
     "require_writers",
@@ -122,3 +124,25 @@ def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | N
         turns.append((seen.get(node, 0), rank))
         seen[node] = seen.get(node, 0) + 1
     return sorted(rank for _, rank in sorted(turns)[: int(wanted)])
+
+
+def combined_crcs(sizes: Sequence[int], parts: Iterable[tuple[ByteRange, int]]) -> list[int]:
+    """Return the CRC of each source: 0 where its parts have none.
+
+    Args:
+        sizes: Of the sources, in bytes.
+        parts: What covers them, in any order, each with its CRC.
+
+    Raises:
+        InternalError: A source is not covered.
+    """
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
+    for part, crc in parts:
+        runs[part.source].append((part.from_bytes, part.size_bytes, crc))
+    crcs = []
+    for source, (found, size_bytes) in enumerate(zip(runs, sizes, strict=True)):
+        combined = _native.combine_runs(found, size_bytes)
+        if combined is None:
+            raise InternalError(f"source {source} is not covered by the parts that the ranks have")
+        crcs.append(combined)
+    return crcs

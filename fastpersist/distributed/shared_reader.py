@@ -52,7 +52,7 @@ from fastpersist import _native
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.distributed.messages import error_as_json, error_from_json
-from fastpersist.distributed.partition import CUT_BYTES_MIN
+from fastpersist.distributed.partition import CUT_BYTES_MIN, combined_crcs
 from fastpersist.distributed.peers import loopback_place, rank_in
 from fastpersist.errors import (
     AgreementTimeoutError,
@@ -349,12 +349,12 @@ class SharedReader:
         places = extents.places()
         shares = cut_places(places, self._count)
         result = read_extents(fd, path, extents.parts(shares[self._rank]), engine=engine)
-        crcs = _Crcs(len(places))
+        read: list[tuple[ByteRange, int]] = []
         for share, said in zip(shares, self._say(_Said("shared", path, crcs=tuple(result.crcs))), strict=True):
             if len(share) != len(said.crcs):
                 raise InternalError(f"the ranks share {path} out differently")
-            crcs.add(share, said.crcs)
-        return ReadResult(crcs.combined(), result.engine)
+            read += zip(share, said.crcs, strict=True)
+        return ReadResult(combined_crcs([size_bytes for _, size_bytes in places], read), result.engine)
 
 
 # --------------------------------------------------------------------------------------------- reading ahead
@@ -363,9 +363,9 @@ class SharedReader:
 def _read_ahead(fd: int, path: str, extents: Extents, way: _Way) -> ReadResult:
     """Read everything through the page cache, and have the kernel read this rank's share of the next window into it."""
     places = extents.places()
-    total_bytes = sum(size_bytes for _, size_bytes in places)
-    windows = cut_places(places, max(1, -(-total_bytes // _WINDOW_BYTES)))
-    crcs = _Crcs(len(places))
+    sizes = [size_bytes for _, size_bytes in places]
+    windows = cut_places(places, max(1, -(-sum(sizes) // _WINDOW_BYTES)))
+    read: list[tuple[ByteRange, int]] = []
     used = ""
 
     def ahead(window: list[ByteRange]) -> None:
@@ -383,9 +383,9 @@ def _read_ahead(fd: int, path: str, extents: Extents, way: _Way) -> ReadResult:
         if number + 1 < len(windows):
             ahead(windows[number + 1])
         result = read_extents(fd, path, extents.parts(window), engine="threads-buffered")
-        crcs.add(window, result.crcs)
+        read += zip(window, result.crcs, strict=True)
         used = result.engine or used
-    return ReadResult(crcs.combined(), used)
+    return ReadResult(combined_crcs(sizes, read), used)
 
 
 # --------------------------------------------------------------------------------------------- parts
@@ -419,28 +419,6 @@ def cut_places(places: Sequence[tuple[int, int]], count: int) -> list[list[ByteR
             if not is_last and (not taken_bytes or taken_bytes >= room_bytes):
                 number += 1
     return shares
-
-
-class _Crcs:
-    """The CRCs of extents, from those of their parts."""
-
-    def __init__(self, count: int) -> None:
-        self._parts: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
-
-    def add(self, parts: Sequence[ByteRange], crcs: Sequence[int]) -> None:
-        """Note the CRC of each part."""
-        for part, crc in zip(parts, crcs, strict=True):
-            self._parts[part.source].append((part.from_bytes, part.size_bytes, crc))
-
-    def combined(self) -> list[int]:
-        """Return the CRC of each extent: 0 where the parts have none."""
-        found = []
-        for parts in self._parts:
-            crc = 0
-            for _, size_bytes, part_crc in sorted(parts):
-                crc = _native.combine_crc32(crc, part_crc, size_bytes)
-            found.append(crc)
-        return found
 
 
 # --------------------------------------------------------------------------------------------- what a rank can say

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastpersist as fp
-from fastpersist.distributed.partition import choose_writers, interior_of, shard_of
-from fastpersist.formats.byte_ranges import Extent, merged
+from fastpersist import _native
+from fastpersist.distributed.partition import choose_writers, combined_crcs, interior_of, shard_of
+from fastpersist.formats.byte_ranges import ByteRange, Extent, merged
 
 BLOCK = 4096
 
@@ -74,3 +75,15 @@ def test_writers(wanted: str | int, nodes: tuple[int, ...], writers: list[int]) 
 def test_nonsense_writers_are_refused(wanted: object) -> None:
     with pytest.raises(fp.ConfigError, match="writers"):
         choose_writers(wanted, (0, 0))  # type: ignore[arg-type]
+
+
+def test_crcs_of_parts_make_those_of_sources() -> None:
+    data = [bytes(range(200)), b"", b"abc"]
+    parts = [ByteRange(0, 50, 150), ByteRange(2, 0, 3), ByteRange(0, 0, 50)]
+    found = [
+        (part, _native.crc32(data[part.source][part.from_bytes : part.from_bytes + part.size_bytes])) for part in parts
+    ]
+    assert combined_crcs([200, 0, 3], found) == [_native.crc32(one) for one in data]
+    assert combined_crcs([200, 0, 3], [(part, 0) for part in parts]) == [0, 0, 0]
+    with pytest.raises(fp.InternalError, match="source 0 is not covered"):
+        combined_crcs([200, 0, 3], found[:2])
