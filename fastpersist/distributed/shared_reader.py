@@ -152,6 +152,9 @@ class SharedReader:
         way: For tests: "ahead" or "alone" instead of the fastest.
 
     Attributes:
+        group: Of the ranks.
+        rank: This one.
+        count: How many ranks there are.
         first_failure: After a failure that all ranks know of: the lowest rank that failed, and its error if it is one
             of ours, else None. It is the same on all ranks, so all decide alike what to do next.
         serve: Called with what each rank wants; broadcasts what only this rank can read (`exchange`).
@@ -162,13 +165,13 @@ class SharedReader:
     """
 
     def __init__(self, process_group: ProcessGroup, subject: str = "a file", *, way: str = "auto") -> None:
-        self._group = process_group
-        self._rank = rank_in(process_group)
-        self._count = dist.get_world_size(process_group)
+        self.group = process_group
+        self.rank = rank_in(process_group)
+        self.count = dist.get_world_size(process_group)
         self._subject = subject
         self._way = way
         self._compared = False  # the ranks have found that they read the same file
-        self._over = self._count == 1  # there are no more rounds
+        self._over = self.count == 1  # there are no more rounds
         self.first_failure: tuple[int, FastPersistError | None] | None = None
         self.serve: Callable[[list[Any]], None] | None = None
         self.stack = contextlib.ExitStack()
@@ -216,21 +219,6 @@ class SharedReader:
         """
         return [(said.stage, said.told) for said in self._say(_Said(stage, told=told))]
 
-    @property
-    def group(self) -> ProcessGroup:
-        """Of the ranks."""
-        return self._group
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        return self._rank
-
-    @property
-    def count(self) -> int:
-        """How many ranks there are."""
-        return self._count
-
     def __call__(self, fd: int, path: str, extents: Extents, *, engine: str = "auto") -> ReadResult:
         """Read extents together with the other ranks; without extents, only take part in a round.
 
@@ -241,10 +229,10 @@ class SharedReader:
             CoordinationError: The ranks read different files.
             ConfigError, UnsupportedError, StorageError: As in `read_extents`.
         """
-        if self._count == 1:
+        if self.count == 1:
             return read_extents(fd, path, extents, engine=engine)
         way = self._agreed_way(fd, path, extents, engine)
-        _log.debug("rank %d of %d reads %s: %s", self._rank, self._count, path, way.name)
+        _log.debug("rank %d of %d reads %s: %s", self.rank, self.count, path, way.name)
         if way.name == "divide":
             return self._divide(fd, path, extents, engine)
         if way.name == "ahead":
@@ -261,9 +249,9 @@ class SharedReader:
         """
         if self._over:
             raise CoordinationError(f"loading {self._subject} together has ended already")
-        heard: list[Any] = [None] * self._count
+        heard: list[Any] = [None] * self.count
         with self.collective():
-            dist.all_gather_object(heard, own, group=self._group)
+            dist.all_gather_object(heard, own, group=self.group)
         failed = [rank for rank, said in enumerate(heard) if said.stage == "failed"]
         if failed:
             self._over = True
@@ -289,8 +277,8 @@ class SharedReader:
         try:
             yield
         except Exception as error:
-            rank = 1 - self._rank if self._count == 2 else UNKNOWN_RANK
-            who = f"rank {rank} is" if self._count == 2 else "another rank is"
+            rank = 1 - self.rank if self.count == 2 else UNKNOWN_RANK
+            who = f"rank {rank} is" if self.count == 2 else "another rank is"
             kind = AgreementTimeoutError if "timed out" in str(error).lower() else PeerError
             raise kind(
                 f"{who} gone or silent while loading {self._subject}: {type(error).__name__}: {error}",
@@ -314,17 +302,17 @@ class SharedReader:
         )
         heard = self._say(own)
         readers = [said for said in heard if said.stage == "read"]
-        same_wishes = len(readers) == self._count and len({said.layout for said in readers}) == 1
+        same_wishes = len(readers) == self.count and len({said.layout for said in readers}) == 1
         one_place = len({said.place for said in readers}) == 1
         divided = self._way == "auto" and same_wishes and all(said.only_crcs for said in readers)
-        if len(readers) == self._count and not self._compared and (divided or not one_place):
+        if len(readers) == self.count and not self._compared and (divided or not one_place):
             self._compare(fd, path, readers)
         if divided:
             return _Way("divide")
         sharers = [rank for rank, said in enumerate(heard) if said.stage == "read" and said.place == own.place]
         is_warm = 2 * _native.cached_bytes(fd) > status.st_size
         if self._way == "ahead" or (self._way == "auto" and own.any_engine and len(sharers) > 1 and not is_warm):
-            return _Way("ahead", sharers.index(self._rank), len(sharers))
+            return _Way("ahead", sharers.index(self.rank), len(sharers))
         return _Way("alone")
 
     def _compare(self, fd: int, path: str, readers: Sequence[_Said]) -> None:
@@ -333,7 +321,7 @@ class SharedReader:
         Raises:
             CoordinationError: The ranks read different files.
         """
-        size_bytes = readers[self._rank].size_bytes
+        size_bytes = readers[self.rank].size_bytes
         heard = self._say(_Said("compare", path, size_bytes=size_bytes, sample=_sample(fd, path, size_bytes)))
         if len({said.sample for said in heard}) > 1:
             self._over = True  # all ranks find it, and raise
@@ -347,8 +335,8 @@ class SharedReader:
     def _divide(self, fd: int, path: str, extents: Extents, engine: str) -> ReadResult:
         """Read this rank's share for its CRCs, and learn those of the others."""
         places = extents.places()
-        shares = cut_places(places, self._count)
-        result = read_extents(fd, path, extents.parts(shares[self._rank]), engine=engine)
+        shares = cut_places(places, self.count)
+        result = read_extents(fd, path, extents.parts(shares[self.rank]), engine=engine)
         read: list[tuple[ByteRange, int]] = []
         for share, said in zip(shares, self._say(_Said("shared", path, crcs=tuple(result.crcs))), strict=True):
             if len(share) != len(said.crcs):
