@@ -68,7 +68,7 @@ from fastpersist.transfer.reader import Extents, Read, ReadResult, read_extents
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WANT", "SharedReader", "reader_for"]
+__all__ = ["WANT", "SharedReader", "flat", "reader_for"]
 
 _log = logging.getLogger("fastpersist")
 
@@ -296,7 +296,7 @@ class SharedReader:
             path,
             place=(loopback_place()[0], status.st_dev, status.st_ino),
             size_bytes=status.st_size,
-            layout=hashlib.blake2b(_flat(sorted(places)), digest_size=16).digest(),
+            layout=hashlib.blake2b(flat(sorted(places)), digest_size=16).digest(),
             only_crcs=len(extents) > 0 and extents.keeps_nothing(),
             any_engine=require_engine(engine) == "auto",
         )
@@ -412,7 +412,8 @@ def cut_places(places: Sequence[tuple[int, int]], count: int) -> list[list[ByteR
 # --------------------------------------------------------------------------------------------- what a rank can say
 
 
-def _flat(places: Sequence[tuple[int, int]]) -> bytes:
+def flat(places: Sequence[tuple[int, int]]) -> bytes:
+    """Return offsets and lengths as bytes, eight for each number."""
     return array.array("Q", [number for place in places for number in place]).tobytes()
 
 

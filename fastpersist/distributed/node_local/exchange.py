@@ -33,7 +33,7 @@ import torch.distributed as dist
 from fastpersist import _native
 from fastpersist.commit.filesystem import open_regular
 from fastpersist.distributed.partition import CUT_BYTES_MIN
-from fastpersist.distributed.shared_reader import WANT, SharedReader
+from fastpersist.distributed.shared_reader import WANT, SharedReader, flat
 from fastpersist.errors import CorruptionError, FormatError, InternalError
 from fastpersist.formats import torch_zip
 from fastpersist.formats.byte_ranges import ByteRange, Extent, ExtentMap, merged, overlaps, without
@@ -322,7 +322,7 @@ class PartsExchange:
             for index, crc in zip(here, read_extents(fd, path, local).crcs, strict=True):
                 crcs[index] = crc
         wanted = sorted({places[index] for index in there if places[index].size_bytes})
-        heard = self._reader.say(WANT, _flat(wanted))
+        heard = self._reader.say(WANT, flat(wanted))
         taking = _Taking(extents, there)
         self._exchange([told if stage == WANT else None for stage, told in heard], taking)
         for index, crc in taking.crcs().items():
@@ -505,10 +505,6 @@ class _Taking:
 def _memory(data: torch.Tensor) -> memoryview:
     array_of_it: Any = data.numpy()
     return memoryview(array_of_it)
-
-
-def _flat(places: Sequence[Extent]) -> bytes:
-    return array.array("Q", [number for place in places for number in place]).tobytes()
 
 
 def _unflat(data: bytes | None) -> list[Extent]:
