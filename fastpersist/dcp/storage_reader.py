@@ -97,13 +97,8 @@ class FastPersistReader(CheckpointReader):
     Thread safety: one load at a time.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
-    ) -> None:
-        super().__init__(path, engine=engine, verify=verify)
-        self._metadata: Metadata | None = None
-        self._found: Found | None = None
-        self._shapes: dict[str, dict[Shape, Shape]] = {}
+    _metadata: Metadata | None = None
+    _found: Found | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load; called by dcp.load."""
@@ -131,7 +126,7 @@ class FastPersistReader(CheckpointReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a load on this rank; called by dcp.load."""
         self._metadata = metadata
-        self._shapes = {}
+        self._shapes: dict[str, dict[Shape, Shape]] = {}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank wants; called by dcp.load on each rank.

@@ -78,17 +78,6 @@ class FastPersistHuggingFaceReader(CheckpointReader):
     Thread safety: one load at a time.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, engine: str = "auto", verify: bool = True
-    ) -> None:
-        super().__init__(path, engine=engine, verify=verify)
-        self._files: dict[str, tuple[int, int]] = {}  # device and inode of each when its header was read
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load; called by dcp.load."""
-        super().reset(checkpoint_id)
-        self._files = {}
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read what is in the files, from their headers; called by dcp.load on each rank.
 
@@ -104,7 +93,7 @@ class FastPersistHuggingFaceReader(CheckpointReader):
         directory_path = self._known_path("dcp.load")
         weight_map = read_index(directory_path)
         names = file_names(directory_path) if weight_map is None else sorted(set(weight_map.values()))
-        self._files = {}
+        self._files: dict[str, tuple[int, int]] = {}  # device and inode of each when its header was read
         found: dict[str, list[_Stored]] = {}
         for name in names:
             self._files[name], stored = _read_file(directory_path, name)
