@@ -58,13 +58,13 @@ class StoragePath:
             raise ConfigError(f"{name} does not know which directory: pass path, or checkpoint_id= to {call}")
         return self._path
 
-    def _final_path(self, call: str) -> str:
+    def _final_path(self) -> str:
         """Return the directory that is to be written, absolute; a leading `~` is a name in it, as for torch's writer.
 
         Raises:
             ConfigError: No directory was given, or a URL.
         """
-        path = self._known_path(call)
+        path = self._known_path("dcp.save")
         local_path(path)
         return os.path.abspath(path)
 

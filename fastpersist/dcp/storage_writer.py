@@ -111,7 +111,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             ConfigError: There is a checkpoint, and overwrite is False; or there are files of another one.
             UnsupportedError: The directory holds what cannot stay in it.
         """
-        final_path = self._final_path("dcp.save")
+        final_path = self._final_path()
         overwrite = self._may_replace(final_path)
         self._directory = DirectorySave(final_path, overwrite=overwrite, engine=self._engine, make_parents=True)
         parts = [Part(rank, self._directory.path, final_path) for rank in range(len(plans))]

@@ -156,7 +156,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide where each tensor goes, and make the files; called by dcp.save on the coordinator."""
-        final_path = self._final_path("dcp.save")
+        final_path = self._final_path()
         self._remember(plans)
         unique = without_duplicates(self._plans)
         machines = {site.machine if site is not None else None for site in self._sites}
