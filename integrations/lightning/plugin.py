@@ -141,6 +141,13 @@ class FastPersistCheckpointIO(CheckpointIO):
             optimizer: "auto", up to 8, but rank 0 alone with several machines; "all", "node" or a number, as in
             `fastpersist.save`, if all machines see the same files; 1: rank 0 alone, as without DDP.
 
+    Attributes:
+        optimizer: As above; it may be set.
+        durable: As above, and so the next two.
+        engine: …
+        writers: …
+        order: The saves, links and removals that are not done.
+
     Raises:
         ConfigError: Unknown on_error, engine, or writers.
     """
@@ -159,13 +166,13 @@ class FastPersistCheckpointIO(CheckpointIO):
             raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
         require_writers(writers)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._on_error = on_error
-        self._durable = durable
-        self._engine = engine
-        self._writers: Any = writers
+        self.durable = durable
+        self.engine = engine
+        self.writers: Any = writers
         self._share: Share | None = None  # while all ranks save
-        self._order = FileOrder(durable=durable)
+        self.order = FileOrder(durable=durable)
         self._gated: Callable[[], list[Optimizer]] | None = None  # given by the callback while it gates the steps
         self.hears_of_steps: Callable[[], bool] = lambda: True  # whether Lightning's hook runs; set by the callback
         self._is_over = False
@@ -182,8 +189,8 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the options only: saves under way and optimizers stay in this process."""
-        options: dict[str, Any] = {"on_error": self._on_error, "durable": self._durable, "engine": self._engine}
-        return functools.partial(type(self), writers=self._writers, **options), ()
+        options: dict[str, Any] = {"on_error": self._on_error, "durable": self.durable, "engine": self.engine}
+        return functools.partial(type(self), writers=self.writers, **options), ()
 
     # --- what Lightning calls
 
@@ -216,9 +223,9 @@ class FastPersistCheckpointIO(CheckpointIO):
             return
         likeness = Likeness.of(checkpoint) if optimizer is not None and self._may_link else None
         if likeness is not None and self._has_just_saved(likeness, key):
-            self._order.link(self._last.key, key)  # type: ignore[union-attr]
+            self.order.link(self._last.key, key)  # type: ignore[union-attr]
         else:
-            self._order.make_room(key)
+            self.order.make_room(key)
             begin = functools.partial(self._begin_save, checkpoint, key, optimizer, gate)
             pending = begin(None) if self._share is None else self._share(key, begin)
             self._last = None if likeness is None else _Saved(key, likeness, pending)
@@ -250,7 +257,7 @@ class FastPersistCheckpointIO(CheckpointIO):
             local,
             map_location="cpu" if map_location is None else map_location,
             weights_only=weights_only in (None, True),
-            engine=self._engine,
+            engine=self.engine,
         )
         return loaded
 
@@ -260,7 +267,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         if local is None:
             TorchCheckpointIO().remove_checkpoint(path)  # type: ignore[arg-type]
         else:
-            self._order.remove(key_of(local))
+            self.order.remove(key_of(local))
 
     def teardown(self) -> None:
         """Finish everything. Later saves are durable when they return, until the next `fit()`.
@@ -280,22 +287,13 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     # --- for users
 
-    @property
-    def optimizer(self) -> object:
-        """The optimizer whose tensors are written in place, if there is no callback."""
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: object) -> None:
-        self._optimizer = optimizer
-
     def wait(self) -> None:
         """Wait until all saves of this rank are durable. Where rank 0 saves alone, the other ranks have none.
 
         Raises:
             StorageError: With on_error="raise", a save failed.
         """
-        self._order.join()
+        self.order.join()
         self._deliver()
 
     def wait_for(self, path: str | os.PathLike[str]) -> None:
@@ -305,7 +303,7 @@ class FastPersistCheckpointIO(CheckpointIO):
             StorageError: With on_error="raise", a save failed.
         """
         for key in {key_of(os.fspath(path)), os.path.realpath(path)}:
-            self._order.wait_for(key)
+            self.order.wait_for(key)
         self._deliver()
 
     def wait_captured(self) -> None:
@@ -315,19 +313,14 @@ class FastPersistCheckpointIO(CheckpointIO):
         """
         self._has_stepped, self._last = True, None
         if self._gated is not None:
-            for pending in self._order.under_way():
+            for pending in self.order.under_way():
                 pending.wait_captured()
 
     def pending(self) -> list[str]:
         """Return the paths that are being written."""
-        return [pending.stats.path for pending in self._order.under_way()]
+        return [pending.stats.path for pending in self.order.under_way()]
 
     # --- for the callback
-
-    @property
-    def order(self) -> FileOrder:
-        """The saves, links and removals that are not done."""
-        return self._order
 
     def begin(self, gated: Callable[[], list[Optimizer]], *, is_together: bool = False) -> None:
         """Gate the optimizers that `gated` returns by `wait_captured`, which the callback calls before each step.
@@ -358,34 +351,24 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     def end(self) -> None:
         """Wait for all operations, without raising their errors; make later saves wait until they are durable."""
-        self._order.join()
+        self.order.join()
         self._gated, self._is_over, self._last, self._is_together = None, True, None, False
 
     def forget_pending(self) -> None:
         """Drop the saves under way: they belong to the parent process."""
-        self._order, self._last = FileOrder(durable=self._durable), None
+        self.order, self._last = FileOrder(durable=self.durable), None
         self.figures = SaveFigures("checkpoint/")
 
     def forget_errors(self) -> None:
         """Drop the errors of saves while another exception propagates; the log has them."""
-        while self._order.next_error() is not None:
+        while self.order.next_error() is not None:
             pass
 
     # --- for the other ranks, and for rank 0 when it saves with them
 
-    @property
-    def durable(self) -> bool:
-        """Whether saves survive power loss."""
-        return self._durable
-
-    @property
-    def engine(self) -> str:
-        """The engine that writes and reads."""
-        return self._engine
-
     def prepare(self) -> tuple[object, str]:
         """Wait and raise as needed before a save; return the optimizer that it gates, and the gate."""
-        optimizer, gate = self._optimizer, "optimizer"
+        optimizer, gate = self.optimizer, "optimizer"
         if self._gated is not None:
             optimizer, gate = self._gated() or None, "manual"
         elif optimizer is None:  # then the plugin does not see steps
@@ -398,14 +381,9 @@ class FastPersistCheckpointIO(CheckpointIO):
         """Take the save of a directory that has begun on all ranks."""
         self._last = None
         self.figures.add(pending)
-        self._order.add(key, pending)
+        self.order.add(key, pending)
         if self._is_over:
             self.wait()
-
-    @property
-    def writers(self) -> str | int:
-        """The ranks that write replicated state."""
-        return self._writers  # type: ignore[no-any-return]
 
     def gated_optimizers(self) -> list[Optimizer]:
         """Return the optimizers whose tensors are written in place; the callback names them."""
@@ -427,12 +405,12 @@ class FastPersistCheckpointIO(CheckpointIO):
     def end_burst(self) -> None:
         """Wait, after a step, for the saves before it."""
         if self._has_stepped:
-            self._order.join()
+            self.order.join()
             self._has_stepped = False
 
     def take_error(self) -> BaseException | None:
         """Return the next error that was not raised yet; None with on_error="warn"."""
-        return self._order.next_error() if self._on_error == "raise" else None
+        return self.order.next_error() if self._on_error == "raise" else None
 
     def warn_of_errors(self) -> None:
         """With on_error="warn", warn of failed saves."""
@@ -449,16 +427,16 @@ class FastPersistCheckpointIO(CheckpointIO):
             key,
             optimizer=optimizer,
             gate=gate,
-            durable=self._durable,
-            engine=self._engine,
+            durable=self.durable,
+            engine=self.engine,
             format="torch",
             replace_links=True,
             make_parents=True,
             process_group=process_group,
-            writers=self._writers,
+            writers=self.writers,
         )
         self.figures.add(pending)
-        self._order.add(key, pending)
+        self.order.add(key, pending)
         return pending
 
     def _save_for_slurm(self, checkpoint: dict[str, Any], key: str) -> None:
@@ -466,15 +444,15 @@ class FastPersistCheckpointIO(CheckpointIO):
 
         The pending file has a name that Lightning does not count among its own for Slurm.
         """
-        self._order.join()
+        self.order.join()
         stand_in = os.path.join(os.path.dirname(key), ".slurm.ckpt")
-        save(checkpoint, stand_in, durable=self._durable, engine=self._engine, format="torch", make_parents=True)
+        save(checkpoint, stand_in, durable=self.durable, engine=self.engine, format="torch", make_parents=True)
         os.replace(stand_in, key)
-        if self._durable:
+        if self.durable:
             sync_path(os.path.dirname(key))
 
     def _deliver(self) -> None:
-        while (error := self._order.next_error()) is not None:
+        while (error := self.order.next_error()) is not None:
             if self._on_error == "raise":
                 raise error
             # stacklevel=1: programs often ignore warnings from Lightning's modules, which call this.
@@ -485,7 +463,7 @@ class FastPersistCheckpointIO(CheckpointIO):
         last = self._last
         if last is None or last.key == key or last.likeness != likeness or last.pending.stats.error is not None:
             return False
-        expected = self._order.expects(last.key)
+        expected = self.order.expects(last.key)
         return os.path.isfile(last.key) if expected is None else expected
 
 
