@@ -15,7 +15,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -25,8 +25,9 @@ from torch.futures import Future
 
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.checkpoint_directory import StoragePath, find_others, keep_others
+from fastpersist.dcp.part_writer import Part
 from fastpersist.dcp.plan_comparison import GetSums, StagedMeta, samples_of_state
-from fastpersist.errors import UnsupportedError
+from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.saving.capture import watch_steps
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
@@ -36,6 +37,8 @@ from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = ["CapturingWriter"]
+
+_Part = TypeVar("_Part", bound=Part)
 
 _COMES_S = 60.0
 """If torch's thread has not begun to write after this time, it never will."""
@@ -88,6 +91,7 @@ class CapturingWriter(StoragePath):
         self._arena = Arena(max_host_bytes)
         self._piece_bytes = piece_bytes
         self._staged: _Staged | None = None
+        self._directory: DirectorySave | None = None  # on the coordinator, while a save is under way
 
     # --- torch's AsyncStager
 
@@ -149,7 +153,7 @@ class CapturingWriter(StoragePath):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process; in another one, the writer is as new."""
-        return {**self.__dict__, "_staged": None, "_arena": None, "_owners": None}
+        return {**self.__dict__, "_staged": None, "_arena": None, "_owners": None, "_directory": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make new what __getstate__ has left out."""
@@ -192,9 +196,31 @@ class CapturingWriter(StoragePath):
     @abstractmethod
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]: ...
 
-    @abstractmethod
     def _give_up(self) -> None:
         """Remove what an unfinished save has written; on the coordinator."""
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.abort()
+
+    def _to_finish(self) -> DirectorySave:
+        """Return the directory of the save that ends; on the coordinator."""
+        directory, self._directory = self._directory, None
+        if directory is None:
+            raise ConfigError("finish() was called on a writer that has begun no save")
+        return directory
+
+    def _part_in(self, plan: SavePlan, kind: type[_Part]) -> _Part:
+        """Return what the coordinator has put into the plan of a rank.
+
+        Raises:
+            ConfigError: The plan is of an earlier save.
+        """
+        part = plan.storage_data
+        if type(part) is not kind or (self._directory is not None and self._directory.path != part.directory):
+            raise ConfigError(
+                "this plan is of an earlier save: with enable_plan_caching=True, pass a FastPersistSavePlanner"
+            )
+        return part
 
     def _keep_others(self, directory: DirectorySave, is_own: Callable[[str], object]) -> None:
         """Keep the files beside the checkpoint that is replaced.

@@ -11,7 +11,7 @@ import pickle
 import re
 import uuid
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -85,7 +85,6 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         owners = Owners(optimizer, constant, gate)
         super().__init__(path, owners, max_host_bytes, overwrite=overwrite, engine=engine, durable=durable)
         self.save_id = str(uuid.uuid4())
-        self._directory: DirectorySave | None = None  # on the coordinator, while a save is under way
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save; called by dcp.save."""
@@ -146,11 +145,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         return True if MANIFEST_NAME in names or not names else "foreign"
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        part = plan.storage_data
-        if not isinstance(part, Part) or (self._directory is not None and self._directory.path != part.directory):
-            raise ConfigError(
-                "this plan is of an earlier save: with enable_plan_caching=True, pass a FastPersistSavePlanner"
-            )
+        part = self._part_in(plan, Part)
         with self._captured(plan.items, planner) as capture:
             return self._write_items(part, plan, planner, capture)
 
@@ -167,10 +162,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Add DCP's metadata and make the directory visible and durable; called by dcp.save on the coordinator."""
-        directory, self._directory = self._directory, None
-        if directory is None:
-            raise ConfigError("finish() was called on a writer that has begun no save")
-        with directory:
+        with self._to_finish() as directory:
             found = [result for of_rank in results for result in of_rank]
             for result in found:
                 if isinstance(result.storage_data, WrittenPart):
@@ -187,15 +179,6 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))
             self._keep_others(directory, _FILE_OF_DCP.fullmatch)
             directory.publish(durable=self._durable).result()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
-        return {**super().__getstate__(), "_directory": None}
-
-    def _give_up(self) -> None:
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            directory.abort()
 
 
 def _listed_in_manifest(path: str) -> list[str]:

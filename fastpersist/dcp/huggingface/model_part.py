@@ -36,6 +36,7 @@ from fastpersist.dcp.huggingface.layout import (
     runs_of,
 )
 from fastpersist.dcp.huggingface.shared_windows import SharedWindows, write_windows
+from fastpersist.dcp.part_writer import Part
 from fastpersist.errors import StorageError, UnsupportedError
 from fastpersist.formats.layout import align_up
 from fastpersist.transfer.engine_selection import refuse_null_engine
@@ -52,22 +53,16 @@ _BATCH_COUNT = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPart:
-    """What the coordinator tells a rank of a save.
+class ModelPart(Part):
+    """What the coordinator tells a rank of its part of a save, in files that all ranks share.
 
     Attributes:
-        rank: Its number.
-        directory: Where the files are; published when all ranks are done.
-        final_path: The name that the directory gets, for messages.
         names: Of the files.
         places: Of the tensors that it has chunks of.
         unit_bytes: It writes whole ones of these only; what is left goes through the coordinator.
         windows: Through which some of the tensors go.
     """
 
-    rank: int
-    directory: str
-    final_path: str
     names: tuple[str, ...]
     places: dict[str, Place]
     unit_bytes: int

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -70,7 +70,6 @@ class _Site(NamedTuple):
 class _Begun(NamedTuple):
     """What the coordinator knows of a save that is under way."""
 
-    directory: DirectorySave
     layout: ModelLayout
     parts: list[ModelPart]
     plans: list[SavePlan]
@@ -141,7 +140,6 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         self._order: list[str] = []
         self._plans: list[SavePlan] = []  # the last plan of each rank, and its machine
         self._sites: list[_Site | None] = []
-        self._begun: _Begun | None = None  # on the coordinator, while a save is under way
 
     def storage_meta(self) -> StorageMeta:
         """Return what DCP notes of a save; the first method that dcp.save calls."""
@@ -170,15 +168,18 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             metadata=self._metadata,
             unit_bytes=unit_bytes,
         )
-        directory = DirectorySave(final_path, overwrite=self._may_replace(), engine=self._engine, make_parents=True)
+        self._directory = DirectorySave(
+            final_path, overwrite=self._may_replace(), engine=self._engine, make_parents=True
+        )
+        path = self._directory.path
         parts: list[ModelPart] = []
-        self._begun = _Begun(directory, layout, parts, unique)
+        self._begun = _Begun(layout, parts, unique)
         try:
-            make_files(layout, directory.path, final_path)
-            windows = self._windows(directory.path, final_path, layout, unique) if unit_bytes == 1 else None
+            make_files(layout, path, final_path)
+            windows = self._windows(path, final_path, layout, unique) if unit_bytes == 1 else None
             for rank, plan in enumerate(unique):
                 places = {item.index.fqn: layout.places[item.index.fqn] for item in plan.items}
-                parts.append(ModelPart(rank, directory.path, final_path, layout.names, places, unit_bytes, windows))
+                parts.append(ModelPart(rank, path, final_path, layout.names, places, unit_bytes, windows))
         except BaseException:
             self._give_up()
             raise
@@ -227,23 +228,16 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         return "foreign"
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        part = plan.storage_data
-        if not isinstance(part, ModelPart) or (
-            self._begun is not None and self._begun.directory.path != part.directory
-        ):
-            raise ConfigError(
-                "this plan is of an earlier save: with enable_plan_caching=True, pass a FastPersistSavePlanner"
-            )
+        part = self._part_in(plan, ModelPart)
         items = in_file_order(plan.items, part.places)
         with failure_told(part.windows, part.rank), self._captured(items, planner) as capture:
             return write_model_part(part, items, planner, engine=self._engine, durable=self._durable, capture=capture)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write headers and index, and publish the directory; called by dcp.save on the coordinator."""
-        begun, self._begun = self._begun, None
-        if begun is None:
-            raise ConfigError("finish() was called on a writer that has begun no save")
-        with begun.directory as directory:
+        with self._to_finish() as directory:
+            begun = self._begun
+            del self._begun  # it is large
             _refuse_gaps(begun.plans, results)
             if begun.parts[0].windows is not None:
                 filesystem().unlink(begun.parts[0].windows.path)
@@ -262,15 +256,6 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             if self._overwrite:
                 self._keep_others(directory, _WEIGHTS.fullmatch)
             directory.publish(durable=self._durable).result()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
-        return {**super().__getstate__(), "_begun": None}
-
-    def _give_up(self) -> None:
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.directory.abort()
 
 
 def _refuse_gaps(plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
