@@ -130,7 +130,7 @@ class Attachment:
 
     def __init__(self, trainer: Trainer, saves: CheckpointSaves, *, always_wait: bool) -> None:
         self._trainer: Any = trainer
-        self._saves = saves
+        self.saves = saves
         self._always_wait = always_wait
         self._held: list[tuple[Flight, Any, Any]] = []  # calls of on_save that wait for their save, oldest first
         self._expected: Flight | None = None  # the save that the next on_save belongs to
@@ -166,7 +166,7 @@ class Attachment:
 
     def pending(self) -> PendingSave | None:
         """Return the save under way, or this rank's part of it; None if there is none."""
-        return self._saves.pending
+        return self.saves.pending
 
     def wait(self) -> None:
         """Wait for the save under way, and notify callbacks. With several ranks, all call it.
@@ -174,7 +174,7 @@ class Attachment:
         Raises:
             FastPersistError, …: With on_error="raise": the save has failed.
         """
-        self._saves.finish()
+        self.saves.finish()
         trainer = self._trainer
         trainer.control = self.deliver(trainer.control)
 
@@ -209,9 +209,9 @@ class Attachment:
             trainer.store_flos()
         at_once = self._always_wait or trainer.args.push_to_hub or trainer.control.should_training_stop
         self._expected, self._dropped = None, False
-        self._saves.settle()
+        self.saves.settle()
         trainer.control = self.deliver(trainer.control)  # before a rotation that this save may bring
-        flight = self._saves.save(trainer, trainer._get_output_dir(trial=trial), synchronous=at_once)
+        flight = self.saves.save(trainer, trainer._get_output_dir(trial=trial), synchronous=at_once)
         if flight is None or flight.published is False:
             self._dropped = True
         elif flight.published is None:
@@ -233,11 +233,11 @@ class Attachment:
 
     def _log(self, logs: dict[str, float], *others: Any, **options: Any) -> Any:
         """Replace Trainer.log: add what the saves that are over by now have cost."""
-        return self._stock("log")({**logs, **self._saves.figures.take()}, *others, **options)
+        return self._stock("log")({**logs, **self.saves.figures.take()}, *others, **options)
 
     def log_rest(self) -> None:
         """Log what the last saves have cost, behind the Trainer's last line."""
-        self._saves.figures.log_by(lambda found: self._stock("log")(dict(found)))
+        self.saves.figures.log_by(lambda found: self._stock("log")(dict(found)))
 
     def _train(self, resume_from_checkpoint: Any = None, *others: Any, **options: Any) -> Any:
         """Replace Trainer.train."""
@@ -250,7 +250,7 @@ class Attachment:
             outcome = self._stock("train")(resume_from_checkpoint, *others, **options)
             self.wait()
         except BaseException:
-            self._saves.finish_quietly()
+            self.saves.finish_quietly()
             self._deliver_quietly()
             raise
         return outcome
@@ -260,9 +260,9 @@ class Attachment:
 
         def waiting(*args: Any, **options: Any) -> Any:
             if is_local and self._trainer.args.world_size > 1:
-                self._saves.join()
+                self.saves.join()
             elif is_local:
-                self._saves.finish()  # callbacks hear of it at the end of the next step
+                self.saves.finish()  # callbacks hear of it at the end of the next step
             else:
                 self.wait()
             return stock(*args, **options)
@@ -274,7 +274,7 @@ class Attachment:
 
         @functools.wraps(stock)
         def loading(*args: Any, **options: Any) -> Any:
-            with sharded_loads(self._trainer, self._saves.engine):
+            with sharded_loads(self._trainer, self.saves.engine):
                 return stock(*args, **options)
 
         return loading
@@ -284,7 +284,7 @@ class Attachment:
     def at_step_end(self, control: Any) -> Any:
         """Let all ranks save if one got SIGTERM; notify callbacks if a save has finished."""
         self._sigterm.agree()
-        self._saves.poll()
+        self.saves.poll()
         return self.deliver(control)
 
     def deliver(self, control: Any) -> Any:
@@ -303,11 +303,6 @@ class Attachment:
         except Exception:  # noqa: BLE001 - another exception is propagating
             _log.exception("a callback failed in on_save")
         self._held.clear()
-
-    @property
-    def saves(self) -> CheckpointSaves:
-        """The saves of this Trainer."""
-        return self._saves
 
     # --- the Trainer's functions
 

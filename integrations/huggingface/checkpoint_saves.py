@@ -132,7 +132,7 @@ class CheckpointSaves:
         require_writers(writers)
         self._writers: Any = writers
         self._on_error = on_error
-        self._engine = engine
+        self.engine = engine
         self._flight: Flight | None = None
         self._rotating: PendingSave | None = None  # published, but may still be deleting old checkpoints
         self._constant = constant
@@ -143,11 +143,6 @@ class CheckpointSaves:
     def pending(self) -> PendingSave | None:
         """The save under way, or this rank's part of it; None if there is none."""
         return None if self._flight is None else self._flight.pending
-
-    @property
-    def engine(self) -> str:
-        """The engine that writes and reads: "auto", or a name."""
-        return self._engine
 
     def wait_captured(self) -> None:
         """Return when the optimizer may step."""
@@ -278,11 +273,11 @@ class CheckpointSaves:
                 everybody,
                 writers="auto" if self._writers == 1 else self._writers,
                 overwrite="foreign",
-                engine=self._engine,
+                engine=self.engine,
                 make_parents=True,
             )
         if is_first_rank():
-            return DirectorySave(path, overwrite="foreign", engine=self._engine, make_parents=True)
+            return DirectorySave(path, overwrite="foreign", engine=self.engine, make_parents=True)
         return None
 
     def _put_together(
