@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.directories import Failing, FailingRefusing, leave
+from support.directories import FailingRefusing, leave
+from support.filesystems import FailingFilesystem
 from support.forking import SMALL_RING, in_child
 from support.leaks import no_leaks
 from support.log_levels import quiet
@@ -126,11 +127,17 @@ def expect_told(trainer: Trainer, found: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("sys_errno", "lasting", "double"),
-    [(errno.EIO, False, Failing), (errno.EIO, False, FailingRefusing), (errno.ENOSPC, True, Failing)],
+    [
+        (errno.EIO, False, FailingFilesystem),
+        (errno.EIO, False, FailingRefusing),
+        (errno.ENOSPC, True, FailingFilesystem),
+    ],
     ids=["EIO", "EIO-retire", "ENOSPC-lasting"],
 )
 @in_child(SMALL_RING)
-def test_each_operation_fails_once(tmp_path: Path, sys_errno: int, lasting: bool, double: type[Failing]) -> None:
+def test_each_operation_fails_once(
+    tmp_path: Path, sys_errno: int, lasting: bool, double: type[FailingFilesystem]
+) -> None:
     replay = Replay(FEW)
     prepare(tmp_path / "prepared")
     first = 1

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.directories import Refusing, WatchedDirectories, kill_alone, leave, wait_for_report
-from support.filesystems import Operation
+from support.directories import Refusing, kill_alone, leave, wait_for_report
+from support.filesystems import Operation, WatchedFilesystem
 from support.forking import NOTHING_REPORTED, SMALL_RING, Child, Report
 from support.runs import FEW, SIZES, Replay, Run, hidden_names, remove_root
 
@@ -31,7 +31,7 @@ ALIVE_S_MAX = 0.2  # some ten saves; the first may be killed as well as any othe
 SURE_KILL_COUNT = 15  # of so many random kills, at least one leaves something behind
 
 
-class Counting(WatchedDirectories):
+class Counting(WatchedFilesystem):
     """Counts operations, and kills this process before the n-th."""
 
     def __init__(self, nth: int | None = None) -> None:

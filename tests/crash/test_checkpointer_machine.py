@@ -25,8 +25,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.directories import Refusing, WatchedDirectories
-from support.filesystems import Operation
+from support.directories import Refusing
+from support.filesystems import Operation, WatchedFilesystem
 from support.forking import SMALL_RING, in_child
 from support.runs import Run, copied, hidden_names, remove_root, wait_for_writers
 from support.sameness import portrait
@@ -46,7 +46,7 @@ POINTS = st.one_of(
 )
 
 
-class Copying(WatchedDirectories):
+class Copying(WatchedFilesystem):
     """Copies a directory before the n-th operation, or the first of a name, or at the end if there is none such."""
 
     def __init__(self, source: Path, target: Path, point: int | str) -> None:

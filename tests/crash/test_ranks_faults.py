@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.directories import Failing
+from support.filesystems import FailingFilesystem
 from support.forking import SMALL_RING
 from support.log_levels import quiet
 from support.process_groups import run_ranks
@@ -303,7 +303,7 @@ def test_each_operation_of_one_rank_fails_once(tmp_path: Path, failing: int, sys
         failed: list[str] = []
         assert [trainer.outcome(), trainer.outcome()] == [None, None]  # from now on there is something to remove
         for nth in itertools.count(1):
-            disk = Failing(nth if rank == failing else 1 << 60, sys_errno)
+            disk = FailingFilesystem(nth if rank == failing else 1 << 60, sys_errno)
             with quiet(), using(disk):
                 error = trainer.outcome()
             told = everybodys((disk.failed, error))
@@ -350,7 +350,7 @@ def test_each_operation_of_one_rank_fails_once_in_save(tmp_path: Path, failing: 
         old = 1
         for nth in itertools.count(1):
             state = run.advance().state()
-            disk = Failing(nth if rank == failing else 1 << 60, errno.ENOSPC)
+            disk = FailingFilesystem(nth if rank == failing else 1 << 60, errno.ENOSPC)
             error = None
             with quiet(), using(disk):
                 try:

@@ -18,7 +18,7 @@ from support.forking import Child, Report
 from fastpersist.commit.directory_commit import (
     PendingDirectory,
 )
-from fastpersist.commit.filesystem import Filesystem, filesystem
+from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import (
     UnsupportedError,
 )
@@ -27,38 +27,14 @@ NAME = "step-00000001"
 STEPS = re.compile(r"step-\d{8}")
 
 
-class WatchedDirectories(WatchedFilesystem):
-    """Watches the operations that only directories need as well."""
-
-    def make_directory(self, path: str, mode: int = 0o777) -> None:
-        with self.around(Operation("make_directory", path)):
-            Filesystem.make_directory(self, path, mode)
-
-    def write(self, fd: int, data: bytes, path: str) -> None:
-        with self.around(Operation("write", path, data=data)):
-            Filesystem.write(self, fd, data, path)
-
-    def rename_to_free_name(self, source: str, target: str) -> None:
-        with self.around(Operation("rename_to_free_name", source, target=target)):
-            Filesystem.rename_to_free_name(self, source, target)
-
-    def exchange(self, first: str, second: str) -> None:
-        with self.around(Operation("exchange", first, target=second)):
-            Filesystem.exchange(self, first, second)
-
-    def remove_directory(self, path: str) -> None:
-        with self.around(Operation("remove_directory", path)):
-            Filesystem.remove_directory(self, path)
-
-
-class Refusing(WatchedDirectories):
+class Refusing(WatchedFilesystem):
     """A file system that cannot exchange names. Put it before the double that does the watching."""
 
     def exchange(self, first: str, second: str) -> None:
         raise UnsupportedError(f"exchanging {first} with {second}: Invalid argument")
 
 
-class Recording(WatchedDirectories):
+class Recording(WatchedFilesystem):
     def __init__(self) -> None:
         self.operations: list[Operation] = []
 
@@ -74,13 +50,7 @@ class Recording(WatchedDirectories):
 class RecordingRefusing(Refusing, Recording): ...
 
 
-class Failing(WatchedDirectories, FailingFilesystem): ...
-
-
 class FailingRefusing(Refusing, FailingFilesystem): ...
-
-
-class Killing(WatchedDirectories, KillingFilesystem): ...
 
 
 class KillingRefusing(Refusing, KillingFilesystem): ...

@@ -16,34 +16,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support.directories import Refusing, WatchedDirectories
+from support.directories import Refusing
 from support.filesystems import Operation
-from support.power_loss import DATA_OPERATIONS, Fate, apply
+from support.power_loss import DATA_OPERATIONS, Fate, RecordingFilesystem, apply
 
-from fastpersist import _native
 from fastpersist.commit.filesystem import Filesystem
 
 EXHAUSTIVE_COUNT = 4
 """Of so many operations that are not safe, every combination is replayed; of more, a choice."""
 
 
-class RecordingTrees(WatchedDirectories):
-    """Logs every operation by the path that its file has at that moment, and the engine's writes before it."""
-
-    def __init__(self) -> None:
-        self.log: list[Operation] = []
-        self._writing = ""
+class RecordingTrees(RecordingFilesystem):
+    """Logs operations by the path that their file has at that moment; the engine's writes are to what was allocated."""
 
     @contextmanager
     def around(self, operation: Operation) -> Iterator[None]:
         self.take_writes()
         yield
         self.log.append(operation)
-
-    def take_writes(self) -> None:
-        """Log the writes that the engine has completed since the last call, all to the file allocated last."""
-        for offset_bytes, data in _native.take_recorded_writes():
-            self.log.append(Operation("write", self._writing, offset_bytes=offset_bytes, data=data))
 
     def mark(self, name: str, number: int) -> None:
         """Note that a save was started, or has returned."""

@@ -21,14 +21,11 @@ import torch
 from support.directories import (
     NAME,
     STEPS,
-    Failing,
     FailingRefusing,
-    Killing,
     KillingRefusing,
     Recording,
     RecordingRefusing,
     Refusing,
-    WatchedDirectories,
     begin,
     hidden,
     make_foreign,
@@ -36,7 +33,7 @@ from support.directories import (
     save,
     step_in,
 )
-from support.filesystems import FailingOpenFiles, Operation
+from support.filesystems import FailingFilesystem, FailingOpenFiles, KillingFilesystem, Operation, WatchedFilesystem
 from support.forking import Child, Report, run_in_child
 from support.sandbox import bind_mounted
 
@@ -135,7 +132,7 @@ def test_failure_of_any_operation_leaves_the_old_or_the_new_directory(
     for nth in itertools.count(1):
         if way != "first":
             save(path, 1)
-        double = (FailingRefusing if way == "retire" else Failing)(nth, sys_errno)
+        double = (FailingRefusing if way == "retire" else FailingFilesystem)(nth, sys_errno)
         error: StorageError | None = None
         with using(double):
             try:
@@ -183,7 +180,7 @@ def test_everything_that_fails_from_some_point_on_leaves_a_whole_checkpoint(
     for nth in itertools.count(1):
         if way != "first":
             save(path, 1)
-        double = (FailingRefusing if way == "retire" else Failing)(nth, errno.EROFS, lasting=True)
+        double = (FailingRefusing if way == "retire" else FailingFilesystem)(nth, errno.EROFS, lasting=True)
         with using(double), suppress(StorageError):
             save(path, 2)
         if not double.failed:
@@ -214,7 +211,7 @@ def test_killed_at_a_point_of_the_protocol(way: str, name: str, when: str, tmp_p
     path = tmp_path / NAME
     if way != "first":
         save(path, 1)
-    run = KillingRefusing if way == "retire" else Killing
+    run = KillingRefusing if way == "retire" else KillingFilesystem
 
     def work(report: Report) -> None:
         with using(run(name, when)):  # type: ignore[arg-type]
@@ -411,7 +408,7 @@ def test_new_directory_has_the_mode_that_mkdir_gives(bits: int, tmp_path: Path) 
 def test_directory_that_replaces_a_private_one_is_never_open_to_others(tmp_path: Path) -> None:
     modes = []
 
-    class Looking(WatchedDirectories):
+    class Looking(WatchedFilesystem):
         @contextmanager
         def around(self, operation: Operation) -> Iterator[None]:
             modes.extend(stat.S_IMODE(path.stat().st_mode) for path in [*hidden(tmp_path), tmp_path / NAME])

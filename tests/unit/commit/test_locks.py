@@ -13,18 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.directories import (
-    NAME,
-    Failing,
-    begin,
-    hidden,
-    kill_alone,
-    leave,
-    lock_is_free,
-    save,
-    step_in,
-    wait_for_report,
-)
+from support.directories import NAME, begin, hidden, kill_alone, leave, lock_is_free, save, step_in, wait_for_report
+from support.filesystems import FailingFilesystem
 from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, open_directory
 
@@ -258,7 +248,7 @@ def test_lock_file_that_is_deleted_before_it_is_locked_is_made_anew(tmp_path: Pa
 
 def test_lock_is_had_on_a_full_disk_once_its_file_is_there(tmp_path: Path) -> None:
     RootLock.acquire(str(tmp_path)).release()
-    with using(Failing(2, errno.ENOSPC, lasting=True)):
+    with using(FailingFilesystem(2, errno.ENOSPC, lasting=True)):
         lock = RootLock.acquire(str(tmp_path))
     assert not lock_is_free(tmp_path / ".lock")
     lock.release()

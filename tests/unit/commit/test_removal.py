@@ -19,11 +19,8 @@ import pytest
 from support.directories import (
     NAME,
     STEPS,
-    Failing,
-    Killing,
     Recording,
     Refusing,
-    WatchedDirectories,
     begin,
     hidden,
     kill_alone,
@@ -35,7 +32,7 @@ from support.directories import (
     step_in,
     wait_for_report,
 )
-from support.filesystems import Operation, SillyRenames
+from support.filesystems import FailingFilesystem, KillingFilesystem, Operation, SillyRenames, WatchedFilesystem
 from support.forking import Child, Report, run_in_child
 from support.sandbox import become_ordinary_user, open_directory
 
@@ -132,7 +129,7 @@ def test_empty_directory_may_be_of_a_save_that_lives(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize("step", ["make_directory", "create"])
 def test_directory_that_is_swept_before_it_is_locked_is_made_anew(step: str, tmp_path: Path, leak_check: None) -> None:
-    class Swept(WatchedDirectories):
+    class Swept(WatchedFilesystem):
         count = 0
 
         @contextmanager
@@ -395,7 +392,7 @@ def test_killed_removal_leaves_a_whole_checkpoint_or_a_dead_leftover(name: str, 
     save(tmp_path / NAME)
 
     def work(report: Report) -> None:
-        with using(Killing(name, when)):  # type: ignore[arg-type]
+        with using(KillingFilesystem(name, when)):  # type: ignore[arg-type]
             remove_directory(str(tmp_path / NAME))
 
     with Child(work) as child:
@@ -413,7 +410,7 @@ def test_failed_removal_leaves_a_whole_checkpoint_or_a_leftover(
 ) -> None:
     for nth in itertools.count(1):
         save(tmp_path / NAME)
-        with using(double := Failing(nth, errno.EIO)):
+        with using(double := FailingFilesystem(nth, errno.EIO)):
             if nth <= 2:
                 with pytest.raises(StorageError):
                     remove_directory(str(tmp_path / NAME))
