@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from fastpersist.dcp.blobs import is_plain
 from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.saving.capture import Capture
-from fastpersist.saving.ownership import PLAIN, Owners, Ownership
+from fastpersist.saving.ownership import Owners, Ownership
 from fastpersist.saving.sources import Holders, Source, SourceTable
 from fastpersist.transfer import cuda
 from fastpersist.transfer.arena import Arena
 from fastpersist.transfer.garbage import no_garbage_collection
+from fastpersist.transfer.tensor_memory import PLAIN_TYPES
 from fastpersist.transfer.writer import Pieces
 
 __all__ = ["Piece", "ShardedCapture"]
@@ -242,7 +243,7 @@ class _Held:
         self._tensors.append(_HeldTensor(local.data_ptr(), size_bytes, len(self.sources), piece_bytes))
         first_byte = int(local.storage_offset()) * local.element_size()
         for at in range(0, size_bytes, piece_bytes):
-            if type(local) in PLAIN:
+            if type(local) in PLAIN_TYPES:
                 self.holders.add(local, len(self.sources))
             self.sources.append(Source(storage, first_byte + at, min(piece_bytes, size_bytes - at)))
             self._names.append(name)

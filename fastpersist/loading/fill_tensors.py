@@ -18,10 +18,9 @@ from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.loading.unpickle import new_storage
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.reader import Extents, Read
+from fastpersist.transfer.tensor_memory import PLAIN_TYPES
 
-__all__ = ["PLAIN_TYPES", "Pair", "StoredTensor", "described_tensor", "fill_pairs", "memory_of", "why_not_fillable"]
-
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+__all__ = ["Pair", "StoredTensor", "described_tensor", "fill_pairs", "memory_of", "why_not_fillable"]
 
 
 @dataclass(frozen=True, slots=True)

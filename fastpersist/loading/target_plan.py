@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from fastpersist.formats.pickle_scan import Call, Global, PersistentId, SymbolicDict, SymbolicSet
-from fastpersist.loading.fill_tensors import PLAIN_TYPES, memory_of, why_not_fillable
+from fastpersist.loading.fill_tensors import memory_of, why_not_fillable
 from fastpersist.loading.targets import (
     MODULES,
     OPTIMIZERS,
@@ -41,6 +41,7 @@ from fastpersist.loading.targets import (
     kind_of,
     unwrapped_optimizer,
 )
+from fastpersist.transfer.tensor_memory import PLAIN_TYPES
 
 __all__ = [
     "UNREAD",

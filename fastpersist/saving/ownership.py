@@ -20,9 +20,9 @@ from fastpersist import _native
 from fastpersist.cached import cached_property
 from fastpersist.errors import ConfigError
 from fastpersist.saving.sources import Holders
+from fastpersist.transfer.tensor_memory import PLAIN_TYPES
 
 __all__ = [
-    "PLAIN",
     "Owned",
     "Owners",
     "Ownership",
@@ -32,11 +32,6 @@ __all__ = [
     "storage_key",
     "storage_keys",
 ]
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types whose storage is their own."""
-
-_PLAIN_TYPES = frozenset(PLAIN)
 
 _step_count = 0  # steps of all optimizers since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
@@ -51,7 +46,7 @@ def _wraps(kind: type) -> bool:
 def storage_keys(tensor: torch.Tensor) -> list[int]:
     """Return what identifies the storages of a tensor while they live; none for sparse, meta and the like."""
     kind = type(tensor)
-    if kind in PLAIN or not _wraps(kind):
+    if kind in PLAIN_TYPES or not _wraps(kind):
         key = storage_key(tensor)
         return [] if key is None else [key]
     anything: Any = tensor
@@ -91,7 +86,7 @@ Owned: TypeAlias = TensorsOfOwner | Holders
 
 def _held_by(tensors: list[torch.Tensor]) -> Holders:
     """Return tensors with the keys of their storages."""
-    if _PLAIN_TYPES.issuperset(map(type, tensors)):
+    if PLAIN_TYPES.issuperset(map(type, tensors)):
         try:
             return Holders(tensors, [storage._cdata for storage in map(torch.Tensor.untyped_storage, tensors)])
         except (NotImplementedError, RuntimeError):  # one of them has no storage

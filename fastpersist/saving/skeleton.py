@@ -26,8 +26,9 @@ import torch
 from fastpersist import _native
 from fastpersist.errors import UnsavableTensorError
 from fastpersist.formats.pickle_scan import iter_tensors, scan_pickle
-from fastpersist.saving.ownership import PLAIN, storage_key
+from fastpersist.saving.ownership import storage_key
 from fastpersist.saving.sources import Holders, StorageFacts, facts_of
+from fastpersist.transfer.tensor_memory import PLAIN_TYPES
 from fastpersist.transfer.torch_boundary import no_tag, torch_functions
 
 __all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
@@ -76,7 +77,7 @@ _CLASSIC_DTYPES = (
 )
 """Those that have a storage class; torch pickles newer dtypes, and quantized tensors, in other ways."""
 
-_TORCH_REDUCES = {kind: kind.__reduce_ex__ for kind in PLAIN}
+_TORCH_REDUCES = {kind: kind.__reduce_ex__ for kind in PLAIN_TYPES}
 
 
 class _SkeletonPickler(pickle.Pickler):
@@ -93,7 +94,7 @@ class _SkeletonPickler(pickle.Pickler):
         super().__init__(file, protocol=PICKLE_PROTOCOL)
 
     def reducer_override(self, obj: object) -> Any:
-        if type(obj) in PLAIN and obj._is_zerotensor():  # type: ignore[attr-defined]
+        if type(obj) in PLAIN_TYPES and obj._is_zerotensor():  # type: ignore[attr-defined]
             # It has no address to ask for. It is refused when all is pickled: then its name is known.
             return torch._utils._rebuild_tensor_v2, (self._zeros(), 0, (0,), (1,), False, OrderedDict())
         return NotImplemented
@@ -127,7 +128,7 @@ class _Storages:
         """Return the plain tensors, with the index of each one's storage; the pickler met others on the way, too."""
         found = Holders([], [])
         for tensor, index in zip(*self._reached, strict=True):
-            if type(tensor) in PLAIN and storage_key(tensor) == self.storages[index]._cdata:
+            if type(tensor) in PLAIN_TYPES and storage_key(tensor) == self.storages[index]._cdata:
                 found.add(tensor, index)
         return found
 

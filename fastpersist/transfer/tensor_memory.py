@@ -20,6 +20,7 @@ from fastpersist.errors import ConfigError
 from fastpersist.transfer.torch_boundary import untraced
 
 __all__ = [
+    "PLAIN_TYPES",
     "address_of",
     "byte_tensor",
     "byte_view",
@@ -32,7 +33,9 @@ __all__ = [
 
 _log = logging.getLogger("fastpersist")
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types whose storage is their own."""
+
 _ADDRESSABLE_BYTES = (1 << 63) - 1
 
 
@@ -62,7 +65,7 @@ def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
 def address_of(tensor: torch.Tensor) -> int:
     """Return where a dense tensor's first element lies; 0 if it has no memory, as fake ones and those of transforms."""
     try:
-        if type(tensor) not in _PLAIN and tensor.untyped_storage().device.type == "meta":  # torch would warn
+        if type(tensor) not in PLAIN_TYPES and tensor.untyped_storage().device.type == "meta":  # torch would warn
             return 0
         return tensor.data_ptr()
     except RuntimeError:
@@ -119,7 +122,7 @@ def _aliased(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_quantized:  # a view of it would be half a quantized tensor
         view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         view.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (tensor.nbytes,), (1,))
-    elif type(tensor) in _PLAIN:
+    elif type(tensor) in PLAIN_TYPES:
         view = tensor.detach().view(-1).view(torch.uint8)  # they share the count of changes with the tensor
     else:
         with torch._C.DisableTorchFunction():
@@ -136,7 +139,7 @@ def _why_no_bytes(tensor: torch.Tensor) -> str:
     if tensor.layout != torch.strided:
         return _why_not_strided(tensor)
     anything: object = tensor  # mypy takes a tensor for no wrapper
-    is_plain = type(tensor) in _PLAIN
+    is_plain = type(tensor) in PLAIN_TYPES
     if not is_plain and is_traceable_wrapper_subclass(anything):
         parts = [f".{name}" for name in anything.__tensor_flatten__()[0]]
         return "its memory lies in other tensors; pass " + (
@@ -187,7 +190,7 @@ def _why_not_contiguous(tensor: torch.Tensor) -> str:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    kind = type(tensor).__name__ if type(tensor) not in _PLAIN else "tensor"
+    kind = type(tensor).__name__ if type(tensor) not in PLAIN_TYPES else "tensor"
     shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
     return f"a {tensor.dtype} {kind}{shape}"
 

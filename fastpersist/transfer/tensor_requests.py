@@ -19,7 +19,7 @@ import torch
 from fastpersist import _native
 from fastpersist.errors import ConfigError, EndOfFileError, FastPersistError
 from fastpersist.transfer.cuda import ordinal_of
-from fastpersist.transfer.tensor_memory import byte_view
+from fastpersist.transfer.tensor_memory import PLAIN_TYPES, byte_view
 
 __all__ = [
     "SLICE_COUNT",
@@ -133,7 +133,7 @@ def looked_at(items: Sequence[Item], before_count: int) -> Parts:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether byte_view would surely take a tensor, in less than a microsecond; byte_view takes ten times that."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TYPES:
         return False
     try:
         return (
@@ -151,7 +151,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         return False
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_DTYPES = frozenset(
     {
         torch.float32,
