@@ -30,6 +30,8 @@ from fastpersist.errors import ConfigError
 
 __all__ = [
     "BLOCK_BYTES",
+    "QUEUE_DEPTH_MAX",
+    "THREAD_COUNT_MAX",
     "TUNING_KEYS",
     "Config",
     "Network",
@@ -52,8 +54,8 @@ TUNING_KEYS = ("engine", "chunk_bytes", "queue_depth", "ring_bytes", "threads", 
 """The keys of a tuning file; each is a field of `Config`."""
 
 _MIB = 1 << 20
-_QUEUE_DEPTH_MAX = 4096  # of every engine: csrc/engine/registry.cc
-_THREAD_COUNT_MAX = 1024
+QUEUE_DEPTH_MAX = 4096  # of every engine: csrc/engine/registry.cc
+THREAD_COUNT_MAX = 1024
 _TUNING_FILE_BYTES_MAX = 1 << 16
 _PORT_MAX = 65535
 
@@ -115,10 +117,10 @@ class Config:
                 f"FASTPERSIST_RING_BYTES must be a multiple of the chunk ({self.chunk_bytes} bytes) and at least "
                 f"four chunks, not {self.ring_bytes}"
             )
-        if self.queue_depth is not None and not 1 <= self.queue_depth <= _QUEUE_DEPTH_MAX:
-            raise ConfigError(f"FASTPERSIST_QUEUE_DEPTH must be from 1 to {_QUEUE_DEPTH_MAX}, not {self.queue_depth}")
-        if not 0 <= self.threads <= _THREAD_COUNT_MAX:
-            raise ConfigError(f"FASTPERSIST_THREADS must be from 0 to {_THREAD_COUNT_MAX}, not {self.threads}")
+        if self.queue_depth is not None and not 1 <= self.queue_depth <= QUEUE_DEPTH_MAX:
+            raise ConfigError(f"FASTPERSIST_QUEUE_DEPTH must be from 1 to {QUEUE_DEPTH_MAX}, not {self.queue_depth}")
+        if not 0 <= self.threads <= THREAD_COUNT_MAX:
+            raise ConfigError(f"FASTPERSIST_THREADS must be from 0 to {THREAD_COUNT_MAX}, not {self.threads}")
         if self.writers is not None and self.writers < 1:
             raise ConfigError(f"writers must be at least 1, not {self.writers}")
 

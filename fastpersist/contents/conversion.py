@@ -27,6 +27,7 @@ from fastpersist.contents.stored import Contents, Stored
 from fastpersist.errors import ChecksumError, ConfigError, InternalError, UnsupportedError
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.names import is_wanted, renamed
+from fastpersist.formats.safetensors import INDEX_NAME, SINGLE_NAME
 from fastpersist.saving.containers import Checksum, Container, Literal, Part, container_for, is_safetensors
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.write_file import WrittenFile, publish_file, write_file
@@ -36,7 +37,6 @@ from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Conversion", "Wish", "convert"]
 
-_INDEX_NAME = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 """What transformers looks for in a safetensors file."""
 
@@ -209,7 +209,7 @@ def _convert_to_shards(
     groups = _groups(targets, wish.shard_bytes or 0)
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
     if len(names) == 1:
-        names = ["model.safetensors"]
+        names = [SINGLE_NAME]
     total_bytes = 0
     with DirectorySave(out, overwrite=wish.overwrite) as directory:
         for name, group in zip(names, groups, strict=True):
@@ -228,7 +228,7 @@ def _convert_to_shards(
         if len(names) > 1:
             weight_map = {target.name: name for name, group in zip(names, groups, strict=True) for target in group}
             index = {"metadata": {"total_size": sum(target.size_bytes for target in targets)}, "weight_map": weight_map}
-            directory.add_bytes(_INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
+            directory.add_bytes(INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
         contents.close()  # it may be the directory that is replaced, and one that is being read is not removed
         directory.publish().result()
     return total_bytes, len(names)

@@ -27,14 +27,13 @@ from fastpersist.formats.pickle_tensors import SymbolicTensor
 from fastpersist.formats.pickle_values import iter_values
 from fastpersist.formats.split_manifest import PARTS_NAME
 from fastpersist.loading.checkpoint_file import CheckpointSource, open_file
+from fastpersist.loading.directory_inspection import TENSOR_SUFFIXES
 from fastpersist.loading.fill_tensors import StoredTensor
 from fastpersist.streaming.source import WeightSource
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.tensor_file import TensorFile
 
 __all__ = ["Contents", "Stored", "open_contents", "refuse_parts", "refuse_root"]
-
-_TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 _EXPANDED_BYTES_MAX = 1 << 30
 """Of the values of a view that repeats elements: a file of a few bytes can claim any number of them."""
@@ -216,7 +215,7 @@ def _add_step(contents: Contents, stack: ExitStack, held: HeldDirectory, engine:
     check_files(held.place, manifest)
     if DCP_METADATA_NAME in names:
         _add_shards(contents, stack, held.place, engine)
-    suffixed = [entry.name for entry in manifest.files if entry.name.endswith(_TENSOR_SUFFIXES)]
+    suffixed = [entry.name for entry in manifest.files if entry.name.endswith(TENSOR_SUFFIXES)]
     for name in sorted(suffixed, key=lambda name: (name != STATE_NAME, name)):
         prefix = "" if name == STATE_NAME or name.endswith(".safetensors") else f"{name}:"
         _add_file(contents, stack, open_file(held, name), prefix, engine, os.path.join(held.place, name))

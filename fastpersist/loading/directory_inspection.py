@@ -43,11 +43,11 @@ from fastpersist.loading.file_inspection import Damage, Manifest, VerifyReport, 
 from fastpersist.loading.part_files import read_record
 from fastpersist.transfer.reader import Extents, read_extents
 
-__all__ = ["directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
+__all__ = ["TENSOR_SUFFIXES", "directory_bytes", "inspect_directory", "require_replaceable", "verify_directory"]
 
 _log = logging.getLogger("fastpersist")
 
-_TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>pending|retired)-[0-9a-f]{16}", re.DOTALL)
 _ROOT_MARKS = ("LATEST", ".lock")
 
@@ -352,7 +352,7 @@ def _with_tensors(found: Manifest, held: HeldDirectory) -> Manifest:
 
 
 def _tensor_files(files: tuple[FileEntry, ...]) -> Iterator[FileEntry]:
-    return (entry for entry in files if entry.name.endswith(_TENSOR_SUFFIXES))
+    return (entry for entry in files if entry.name.endswith(TENSOR_SUFFIXES))
 
 
 # --------------------------------------------------------------------------------------------- verify
@@ -413,7 +413,7 @@ def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str) -> VerifyRe
         own_damages: tuple[Damage, ...] = ()
         checked_bytes = entry.size_bytes if crc is not None else 0
         has_checksums = crc is not None
-        if entry.name.endswith(_TENSOR_SUFFIXES) and source.kind != "other":
+        if entry.name.endswith(TENSOR_SUFFIXES) and source.kind != "other":
             inside = verify_source(source, engine=engine)
             own_damages = inside.damages
             if crc is None:
@@ -423,7 +423,7 @@ def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str) -> VerifyRe
         for damage in own_damages
     ]
     if crc is not None and not damages:
-        where = " outside of its tensors" if entry.name.endswith(_TENSOR_SUFFIXES) else ""
+        where = " outside of its tensors" if entry.name.endswith(TENSOR_SUFFIXES) else ""
         damages.append(
             Damage(
                 f"the bytes of {entry.name} are damaged{where}: their CRC is {crc:08x}, not {entry.crc32:08x}",

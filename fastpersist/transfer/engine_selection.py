@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastpersist import _native
-from fastpersist.config import check_named_tuning, config, config_for, filesystem_type_name
+from fastpersist.config import QUEUE_DEPTH_MAX, check_named_tuning, config, config_for, filesystem_type_name
 from fastpersist.errors import ConfigError, FastPersistError, UnsupportedError
 from fastpersist.formats.layout import align_up
 from fastpersist.transfer import gpudirect
@@ -47,8 +47,6 @@ AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
 
 Placed: TypeAlias = Iterable[tuple[int | None, int]]
 """What a transfer moves, thing by thing: the ordinal of its CUDA device (None: elsewhere), and how many bytes."""
-
-_QUEUE_DEPTH_MAX = 4096  # of every engine
 
 # Where direct I/O is refused, pointless or not known to be faster than the page cache.
 _BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
@@ -193,7 +191,7 @@ def transfer_options(
     limits = config_for(fd)
     queue_depth = limits.queue_depth  # as it was tuned, or set
     if queue_depth is None:
-        whole = min(limits.ring_bytes // limits.chunk_bytes, _QUEUE_DEPTH_MAX)
+        whole = min(limits.ring_bytes // limits.chunk_bytes, QUEUE_DEPTH_MAX)
         queue_depth = whole // 2 if sparing else whole  # a ring has four chunks and more
     return _native.TransferOptions(
         fd=fd,

@@ -27,7 +27,7 @@ import torch
 
 from fastpersist import _native
 from fastpersist.commit.filesystem import filesystem, reopened, storage_errors
-from fastpersist.config import config_for
+from fastpersist.config import QUEUE_DEPTH_MAX, THREAD_COUNT_MAX, config_for
 from fastpersist.errors import ConfigError, FastPersistError
 from fastpersist.transfer.cuda import follow_caller, tell_of_pinning
 from fastpersist.transfer.engine_selection import (
@@ -64,8 +64,6 @@ _FLAGS = {
 _QUEUE_DEPTH = 64
 _STAGING_BYTES = 64 << 20
 _RESERVED_BYTES_MIN = 1 << 16  # reserving space for less costs more than it gains
-_DEPTH_MAX = 4096
-_THREAD_COUNT_MAX = 1024
 
 
 class TensorFile:
@@ -139,9 +137,9 @@ class TensorFile:
         refuse_null_engine(require_engine(engine))
         self._wished_engine = engine
         given = (
-            checked_number("queue_depth", queue_depth, 1, _DEPTH_MAX),
+            checked_number("queue_depth", queue_depth, 1, QUEUE_DEPTH_MAX),
             checked_number("chunk_bytes", chunk_bytes, 4096, 1 << 30),
-            checked_number("threads", threads, 1, _THREAD_COUNT_MAX),
+            checked_number("threads", threads, 1, THREAD_COUNT_MAX),
         )
         if chunk_bytes is not None and chunk_bytes & (chunk_bytes - 1):
             raise ConfigError(f"chunk_bytes is {chunk_bytes}; it must be a power of two")
