@@ -205,7 +205,8 @@ class Capture:
         self._kept: list[list[torch.UntypedStorage]] = []  # of each file
         self._devices: list[int] = []  # ordinals of the devices that bytes of this save are copied from
         self._lock = threading.RLock()
-        self._sealed = False
+        self.is_sealed = False
+        """Whether the counters have been compared for the last time."""
         self._started_s = time.monotonic()
         self.capture_s = 0.0
         """Seconds from the save's start until everything but constants could be changed again."""
@@ -369,7 +370,7 @@ class Capture:
             for optimizer in self.optimizers:
                 note_step(optimizer, manual=True)
         deadline_s = None if timeout_s is None else started_s + timeout_s
-        if self._sealed:
+        if self.is_sealed:
             self._hold_caller()  # this caller may be on another stream than the one before
             if on_host:
                 self._wait_settled(deadline_s)
@@ -410,10 +411,10 @@ class Capture:
     def seal(self) -> None:
         """Compare the counters for the last time. From now on everything but constants may change."""
         with self._lock:
-            if self._sealed:
+            if self.is_sealed:
                 return
             self._look_for_changes()
-            self._sealed = True
+            self.is_sealed = True
             self.capture_s = time.monotonic() - self._started_s
             self._watched.clear()
             self._samples.clear()
@@ -423,15 +424,10 @@ class Capture:
         if self.when_sealed is not None:
             self.when_sealed()
 
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the counters have been compared for the last time."""
-        return self._sealed
-
     def is_torn(self) -> bool:
         """Compare the counters now; if one has changed, the save has failed, and no step waits for it any more."""
         with self._lock:
-            if not self._sealed:
+            if not self.is_sealed:
                 self._look_for_changes()
             torn = self._error is not None
         if torn:
@@ -442,7 +438,7 @@ class Capture:
     def tear_by_step(self, optimizer: str) -> None:
         """Fail the save: an optimizer has stepped, and nobody had waited for the capture."""
         with self._lock:
-            if self._sealed or self._error is not None:
+            if self.is_sealed or self._error is not None:
                 return
             for storage in itertools.chain(*self._kept):
                 if storage._cdata in self._stable_keys:
@@ -489,7 +485,7 @@ class Capture:
             self._kept.clear()
             self._owned = Ownership(Holders([], []), Holders([], []), self._owned.why_volatile)
             self._devices = []
-            self._sealed = True
+            self.is_sealed = True
 
     # --- inside
 
@@ -503,7 +499,7 @@ class Capture:
 
     def _is_settled(self) -> bool:
         """Tell whether nothing is left to be captured, and no copy from a device is on its way."""
-        if not self._sealed and (self.remaining_bytes("stable") or self.remaining_bytes("volatile")):
+        if not self.is_sealed and (self.remaining_bytes("stable") or self.remaining_bytes("volatile")):
             return False
         try:
             return not self._devices or all(snapshot.settled() for snapshot in self._snapshots)
