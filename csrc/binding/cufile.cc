@@ -42,14 +42,10 @@ class StagingBuffers {
  public:
   StagingBuffers(int device, size_t buffer_count, size_t buffer_bytes) {
     Device& owner = DeviceOf(device);
-    Status status;
-    {
-      const ReleasedGil released;
-      Result<std::unique_ptr<DeviceStaging>> made = DeviceStaging::Create(owner, buffer_count, buffer_bytes);
-      status = made.status();
-      if (made.ok()) staging_ = std::move(made).value();
-    }
-    ThrowIfError(status, "");
+    Result<std::unique_ptr<DeviceStaging>> made =
+        WithoutGil([&] { return DeviceStaging::Create(owner, buffer_count, buffer_bytes); });
+    ThrowIfError(made.status(), "");
+    staging_ = std::move(made).value();
     while (std::byte* const buffer = staging_->Take()) buffers_.push_back(buffer);
   }
   ~StagingBuffers() {

@@ -24,12 +24,8 @@ std::string CudaWhyNot() {
 
 void FollowCaller(int device, uintptr_t stream, bool to_host) {
   Device& followed = DeviceOf(device);
-  Status status;
-  {
-    const ReleasedGil released;  // it waits while the stream is full
-    status = (to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream);
-  }
-  ThrowIfError(status, "");
+  const auto follow = [&] { return (to_host ? followed.to_host() : followed.to_device()).FollowCaller(stream); };
+  ThrowIfError(WithoutGil(follow), "");  // it waits while the stream is full
 }
 
 }  // namespace

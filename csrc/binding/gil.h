@@ -35,6 +35,13 @@ class ReleasedGil {
   PyThreadState* const state_;
 };
 
+// Runs `call` without the GIL. REQUIRES: the thread holds it.
+template <class Call>
+auto WithoutGil(Call&& call) {
+  const ReleasedGil released;
+  return call();
+}
+
 // For any thread, whether it holds the GIL or not.
 class HeldGil {
  public:

@@ -112,11 +112,7 @@ PumpOptions MakePumpOptions(const TransferOptions& options) {
 // Run `call` (which returns a Status) without the GIL, then raise the error, a hook's own exception first.
 template <class Call>
 void RunTransfer(HookError& hook_error, const std::string& path, Call call) {
-  Status status;
-  {
-    const ReleasedGil released;
-    status = call();
-  }
+  const Status status = WithoutGil(call);
   hook_error.Rethrow();
   ThrowIfError(status, path);
 }
@@ -250,14 +246,8 @@ void CaptureSnapshot(Snapshot& snapshot, SourceKind kind, bool wait) {
   RunTransfer(*hook_error, "", [&] { return snapshot.Capture(kind, wait, [&hooks] { return hooks.poll(0); }); });
 }
 
-// Calls that lock the mutex of a snapshot or an arena must not hold the GIL: the owner of the mutex may be pinning
-// memory, which takes long.
-template <class Function>
-auto WithoutGil(Function&& function) {
-  const ReleasedGil released;
-  return function();
-}
-
+// Calls that lock the mutex of a snapshot or an arena, as most here do, must not hold the GIL: the owner of the mutex
+// may be pinning memory, which takes long.
 py::dict CountsOf(Snapshot& snapshot) {
   const Snapshot::Counts counts = WithoutGil([&] { return snapshot.counts(); });
   const auto of = [](const std::array<uint64_t, kSourceKindCount>& values, SourceKind kind) {
@@ -548,12 +538,7 @@ PYBIND11_MODULE(_native, m) {
   m.def(
       "allocate",
       [](int fd, uint64_t size_bytes, const std::string& path) {
-        Status status;
-        {
-          const ReleasedGil released;
-          status = Allocate(fd, size_bytes, path);
-        }
-        ThrowIfError(status, path);
+        ThrowIfError(WithoutGil([&] { return Allocate(fd, size_bytes, path); }), path);
       },
       py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
   py::class_<TorchFunctions, std::shared_ptr<TorchFunctions>>(m, "TorchFunctions")
@@ -570,23 +555,13 @@ PYBIND11_MODULE(_native, m) {
   m.def(
       "exchange_names",
       [](const std::string& first, const std::string& second) {
-        Status status;
-        {
-          const ReleasedGil released;
-          status = ExchangeNames(first, second);
-        }
-        ThrowIfError(status, second);
+        ThrowIfError(WithoutGil([&] { return ExchangeNames(first, second); }), second);
       },
       py::arg("first"), py::arg("second"));
   m.def(
       "rename_to_free_name",
       [](const std::string& source, const std::string& target) {
-        Status status;
-        {
-          const ReleasedGil released;
-          status = RenameToFreeName(source, target);
-        }
-        ThrowIfError(status, target);
+        ThrowIfError(WithoutGil([&] { return RenameToFreeName(source, target); }), target);
       },
       py::arg("source"), py::arg("target"));
   m.def("filesystem_type", &FilesystemTypeOf, py::arg("fd"));

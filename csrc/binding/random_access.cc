@@ -110,14 +110,9 @@ class OpenRequests {
 class PyRandomAccess {
  public:
   explicit PyRandomAccess(RandomAccessOptions options) : path_(options.path) {
-    Status status;
-    {
-      const ReleasedGil released;
-      Result<std::unique_ptr<RandomAccess>> opened = RandomAccess::Open(std::move(options));
-      status = opened.status();
-      if (opened.ok()) file_ = std::move(opened).value();
-    }
-    ThrowIfError(status, path_);
+    Result<std::unique_ptr<RandomAccess>> opened = WithoutGil([&] { return RandomAccess::Open(std::move(options)); });
+    ThrowIfError(opened.status(), path_);
+    file_ = std::move(opened).value();
   }
   ~PyRandomAccess() { Close(); }
   PyRandomAccess(const PyRandomAccess&) = delete;
@@ -285,10 +280,7 @@ void BindRandomAccess(py::module_& m) {
   py::class_<LockedMemory>(m, "LockedMemory", py::buffer_protocol())
       .def(py::init([](size_t size_bytes) {
              if (size_bytes == 0) Throw(Status::Error(StatusCode::kInvalidArgument, "there is nothing to lock"), "");
-             Result<std::unique_ptr<LockedMemory>> made = [size_bytes] {
-               const ReleasedGil released;
-               return LockedMemory::Create(size_bytes);
-             }();
+             Result<std::unique_ptr<LockedMemory>> made = WithoutGil([&] { return LockedMemory::Create(size_bytes); });
              ThrowIfError(made.status(), "");
              return std::move(made).value();
            }),
@@ -306,23 +298,13 @@ void BindRandomAccess(py::module_& m) {
   m.def(
       "allocate_alone",
       [](int lock_fd, int fd, uint64_t offset_bytes, uint64_t size_bytes, const std::string& path) {
-        Status status;
-        {
-          const ReleasedGil released;
-          status = AllocateAlone(lock_fd, fd, offset_bytes, size_bytes, path);
-        }
-        ThrowIfError(status, path);
+        ThrowIfError(WithoutGil([&] { return AllocateAlone(lock_fd, fd, offset_bytes, size_bytes, path); }), path);
       },
       py::arg("lock_fd"), py::arg("fd"), py::arg("offset_bytes"), py::arg("size_bytes"), py::arg("path"));
   m.def(
       "truncate_alone",
       [](int lock_fd, int fd, uint64_t size_bytes, const std::string& path) {
-        Status status;
-        {
-          const ReleasedGil released;
-          status = TruncateAlone(lock_fd, fd, size_bytes, path);
-        }
-        ThrowIfError(status, path);
+        ThrowIfError(WithoutGil([&] { return TruncateAlone(lock_fd, fd, size_bytes, path); }), path);
       },
       py::arg("lock_fd"), py::arg("fd"), py::arg("size_bytes"), py::arg("path"));
 }

@@ -140,19 +140,13 @@ class PyRowStore {
     for (const auto& [fd, path, offset_bytes, row_count] : pieces) its.push_back({fd, path, offset_bytes, row_count});
     path_ = its.front().path;
     RowTable table(std::move(its), row_bytes, IdsAt(positions.first, positions.second));
-    Status status;
-    {
-      const ReleasedGil released;
-      Result<std::unique_ptr<RowStore>> opened = RowStore::Open(std::move(table), std::move(options));
-      status = opened.status();
-      if (opened.ok()) {
-        store_ = std::shared_ptr<RowStore>(std::move(opened).value().release(), [gone = gone_](RowStore* store) {
-          delete store;
-          gone->set_value();
-        });
-      }
-    }
-    ThrowIfError(status, path_);
+    Result<std::unique_ptr<RowStore>> opened =
+        WithoutGil([&] { return RowStore::Open(std::move(table), std::move(options)); });
+    ThrowIfError(opened.status(), path_);
+    store_ = std::shared_ptr<RowStore>(std::move(opened).value().release(), [gone = gone_](RowStore* store) {
+      delete store;
+      gone->set_value();
+    });
   }
   ~PyRowStore() { Close(); }
   PyRowStore(const PyRowStore&) = delete;
