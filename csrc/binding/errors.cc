@@ -53,6 +53,12 @@ py::str FileSystemText(const std::string& bytes) {
   return py::reinterpret_steal<py::str>(text);
 }
 
+py::list FileSystemTexts(const std::vector<std::string>& texts) {
+  py::list list;
+  for (const std::string& text : texts) list.append(FileSystemText(text));
+  return list;
+}
+
 void Throw(const Status& status, const std::string& path) {
   if (PyErr_Occurred() == nullptr) SetException(status, path);
   throw py::error_already_set();

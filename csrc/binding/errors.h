@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <vector>
 
 #include "core/status.h"
 
@@ -15,6 +16,7 @@ namespace fastpersist {
 
 // A str from the bytes of a path, or of a message with a path: not every file name is UTF-8.
 pybind11::str FileSystemText(const std::string& bytes);
+pybind11::list FileSystemTexts(const std::vector<std::string>& texts);
 
 inline void ThrowIfError(const Status& status, const std::string& path) {
   if (!status.ok()) Throw(status, path);

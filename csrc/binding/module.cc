@@ -36,12 +36,6 @@ namespace py = pybind11;
 namespace fastpersist {
 namespace {
 
-py::list TextList(const std::vector<std::string>& texts) {
-  py::list list;
-  for (const std::string& text : texts) list.append(FileSystemText(text));
-  return list;
-}
-
 // ---------------------------------------------------------------------------------------------------- hooks
 
 // Holds the exception that a hook raised: the transfer stops with kCancelled, and the binding raises it again.
@@ -512,7 +506,7 @@ PYBIND11_MODULE(_native, m) {
       .def("crcs", &PyWriter::crcs, py::arg("count"))
       .def_property_readonly("position", &PyWriter::position)
       .def_property_readonly("engine", &PyWriter::engine_name)
-      .def_property_readonly("demotions", [](const PyWriter& self) { return TextList(self.demotions()); });
+      .def_property_readonly("demotions", [](const PyWriter& self) { return FileSystemTexts(self.demotions()); });
 
   py::class_<ExtentList>(m, "ExtentList")
       .def(py::init<>())
@@ -528,7 +522,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<ReadReport>(m, "ReadReport")
       .def_readonly("crcs", &ReadReport::crcs)
       .def_readonly("engine", &ReadReport::engine)
-      .def_property_readonly("demotions", [](const ReadReport& self) { return TextList(self.demotions); });
+      .def_property_readonly("demotions", [](const ReadReport& self) { return FileSystemTexts(self.demotions); });
 
   m.def("read_extents", &ReadExtents, py::arg("options"), py::arg("extents"), py::kw_only(),
         py::arg("push") = py::none(), py::arg("poll") = py::none());

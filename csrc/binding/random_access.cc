@@ -195,12 +195,7 @@ class PyRandomAccess {
   }
 
   std::string engine_name() const { return file_ == nullptr ? engine_name_ : file_->engine_name(); }
-  py::list demotions() const {
-    py::list list;
-    for (const std::string& text : file_ == nullptr ? demotions_ : file_->demotions())
-      list.append(FileSystemText(text));
-    return list;
-  }
+  py::list demotions() const { return FileSystemTexts(file_ == nullptr ? demotions_ : file_->demotions()); }
 
  private:
   std::vector<FilePart> PartsOf(const py::handle& slice) const {

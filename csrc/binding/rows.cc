@@ -208,11 +208,7 @@ class PyRowStore {
     return WithStore([](RowStore& store) { return store.engine_name(); });
   }
   py::list demotions() const {
-    py::list list;
-    for (const std::string& text : WithStore([](RowStore& store) { return store.demotions(); })) {
-      list.append(FileSystemText(text));
-    }
-    return list;
+    return FileSystemTexts(WithStore([](RowStore& store) { return store.demotions(); }));
   }
 
   // Fail all requests; wait for the kernel and for other threads, so that the descriptors may be closed. May be called
