@@ -171,7 +171,6 @@ class PyWriter {
   }
 
   uint64_t position() { return writer().position(); }
-  uint32_t crc(uint32_t slot) { return writer().crc(slot); }
   std::vector<uint32_t> crcs(uint32_t count) {
     std::vector<uint32_t> values(count);
     for (uint32_t slot = 0; slot < count; ++slot) values[slot] = writer().crc(slot);
@@ -501,7 +500,6 @@ PYBIND11_MODULE(_native, m) {
       .def("seek", &PyWriter::Seek, py::arg("offset_bytes"))
       .def("finish", &PyWriter::Finish)
       .def("close", &PyWriter::Close)
-      .def("crc", &PyWriter::crc, py::arg("slot"))
       .def("runs", &PyWriter::runs)
       .def("crcs", &PyWriter::crcs, py::arg("count"))
       .def_property_readonly("position", &PyWriter::position)
