@@ -132,16 +132,7 @@ class ExtentMap:
 
     def within(self, offset_bytes: int, size_bytes: int) -> list[Extent]:
         """Return the parts of a range of the file that lie in these extents, ascending; each has one place."""
-        found = []
-        index = max(0, bisect.bisect_right(self._starts, offset_bytes) - 1)
-        end = offset_bytes + size_bytes
-        while index < len(self.extents) and self._starts[index] < end:
-            low = max(offset_bytes, self._starts[index])
-            high = min(end, self.extents[index].end_bytes)
-            if low < high:
-                found.append(Extent.between(low, high))
-            index += 1
-        return found
+        return overlaps(Extent(offset_bytes, size_bytes), self.extents)
 
 
 @functools.lru_cache(maxsize=256)
