@@ -134,9 +134,7 @@ class FollowerSave:
             self._stats.bytes += size_bytes
             self._stats.write_s += time.monotonic() - begun_s
 
-        self._stats.plan_s += time.monotonic() - started_s
-        self._begin(capture, write)
-        self._stats.stall_s += time.monotonic() - started_s
+        self._begin(capture, write, started_s)
 
     def save_produced(self, producer: FileProducer) -> None:
         """Have a producer write this rank's part of files; returns as `save` does."""
@@ -166,9 +164,7 @@ class FollowerSave:
             self._stats.bytes += sum(entry.size_bytes for entry in producer.write(own_site))
             self._stats.write_s += time.monotonic() - begun_s
 
-        self._stats.plan_s += time.monotonic() - started_s
-        self._begin(held.capture, write)
-        self._stats.stall_s += time.monotonic() - started_s
+        self._begin(held.capture, write, started_s)
 
     def _leave_made(self) -> None:
         """Leave what this rank has made to the coordinator, before that may publish it.
@@ -206,9 +202,7 @@ class FollowerSave:
             container = container_for(obj, final_path, checksum=True, file_format=file_format, metadata=metadata)
             capture, snapshot, _ = self._capture(container, owners, owners.look)
             file = OwnFile(name, final_path, container, capture, snapshot)
-        self._stats.plan_s += time.monotonic() - started_s
-        self._begin(capture, lambda: self._write_own(file))
-        self._stats.stall_s += time.monotonic() - started_s
+        self._begin(capture, lambda: self._write_own(file), started_s)
 
     def _write_own(self, file: OwnFile) -> None:
         """Write an own file into the directory that the coordinator offers, or into that of this rank's store."""
@@ -247,11 +241,13 @@ class FollowerSave:
         self._pending.cancel(error)
         self._lane.submit(lambda: self._pending.run(lambda: None))
 
-    def _begin(self, capture: Capture, write: Callable[[], None]) -> None:
-        """Have a file written when its turn comes; what finds no room in memory is waited for."""
+    def _begin(self, capture: Capture, write: Callable[[], None], started_s: float) -> None:
+        """Have a file that is planned written when its turn comes; what finds no room in memory is waited for."""
+        self._stats.plan_s += time.monotonic() - started_s
         self._pending.begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
         if self._pending.done():  # the save has failed meanwhile, so nothing else releases this capture
             capture.release()
+        self._stats.stall_s += time.monotonic() - started_s
 
     def _end(self, after: Callable[[Mapping[str, Any]], None] | None) -> None:
         if self._confirms:
