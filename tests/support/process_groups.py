@@ -65,29 +65,14 @@ def run_ranks(
     count: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_s: float = 300.0,
-    group_timeout_s: float = GROUP_TIMEOUT_S,
-    environment: Mapping[str, str] = NO_ENVIRONMENT,
+    **options: Any,
 ) -> list[Any]:
     """Return what function(rank, count, *arguments) returns on each rank; fail the test if one does not return.
 
-    Args:
-        count: How many ranks.
-        function: What each of them runs, in a forked process, inside an initialized process group.
-        arguments: Passed on.
-        timeout_s: The deadline for all of it.
-        group_timeout_s: How long a collective waits for the other ranks.
-        environment: Variables to set in the ranks.
+    Args: as in `rank_endings`.
     """
     __tracebackhide__ = True
-    endings = rank_endings(
-        count,
-        function,
-        *arguments,
-        timeout_s=timeout_s,
-        group_timeout_s=group_timeout_s,
-        environment=environment,
-    )
+    endings = rank_endings(count, function, *arguments, **options)
     for ending in endings:
         if ending.error_type is pytest.skip.Exception:
             pytest.skip(ending.error_text)
@@ -113,7 +98,13 @@ def rank_endings(
 
     gloo sometimes cannot connect the ranks of a busy machine. Then all are killed and meet once more.
 
-    Args: as in `run_ranks`.
+    Args:
+        count: How many ranks.
+        function: What each of them runs, in a forked process, inside an initialized process group.
+        arguments: Passed on.
+        timeout_s: The deadline for all of it.
+        group_timeout_s: How long a collective waits for the other ranks.
+        environment: Variables to set in the ranks.
     """
     __tracebackhide__ = True
     first = _try_ranks(count, function, arguments, timeout_s, group_timeout_s, environment)
