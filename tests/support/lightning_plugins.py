@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +10,10 @@ from support.lightning_runs import IGNORED
 from support.training import HeldFilesystem
 
 import fastpersist as fp
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import Filesystem
 from fastpersist.integrations.lightning import FastPersistCheckpointIO
 
-__all__ = ["IGNORED", "Full", "FullFor", "Training", "held", "plugin_of"]
+__all__ = ["IGNORED", "Full", "FullFor", "Training", "plugin_of"]
 
 
 class Full(Filesystem):
@@ -36,15 +34,6 @@ class FullFor(HeldFilesystem):
         super().allocate(fd, size_bytes, path)
         if self._name in path:
             raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
-@contextmanager
-def held(writers: HeldFilesystem) -> Iterator[HeldFilesystem]:
-    with using(writers):
-        try:
-            yield writers
-        finally:
-            writers.release()
 
 
 class Training:

@@ -129,9 +129,9 @@ def hidden_names(root: Path) -> list[str]:
 
 
 @contextmanager
-def held_writers() -> Iterator[HeldFilesystem]:
+def held_writers(writers: HeldFilesystem | None = None) -> Iterator[HeldFilesystem]:
     """Let no save write its first byte until the block says so, or ends."""
-    writers = HeldFilesystem()
+    writers = writers or HeldFilesystem()
     with using(writers):
         try:
             yield writers

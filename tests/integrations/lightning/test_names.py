@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lightning_plugins import IGNORED, Full, FullFor, Training, held, plugin_of
+from support.lightning_plugins import IGNORED, Full, FullFor, Training, plugin_of
 from support.runs import copied, held_writers, hidden_names
 from support.sameness import assert_same
 
@@ -106,7 +106,7 @@ def test_failed_save_has_no_second_name(tmp_path: Path) -> None:
     training = Training()
     plugin = plugin_of(training)
     torch.save({"global_step": 0}, tmp_path / "last.ckpt")
-    with held(FullFor("a.ckpt")) as writers:
+    with held_writers(FullFor("a.ckpt")) as writers:
         save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
         save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         writers.release()
@@ -202,7 +202,7 @@ def test_after_a_failure_the_second_name_is_written_by_itself(tmp_path: Path) ->
     training = Training()
     plugin = plugin_of(training, on_error="warn")
     torch.save({"global_step": 0}, tmp_path / "a.ckpt")
-    with held(FullFor("a.ckpt")) as writers:
+    with held_writers(FullFor("a.ckpt")) as writers:
         writers.release()
         save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
         plugin.order.join()
