@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from support.accelerate_training import Training, start_anew, train_as_one_of_two
+from support.filesystems import FullFor, FullForNames
 from support.forking import Child, Report
 from support.imports import expect_import_error, in_version, without
 from support.process_groups import run_ranks
@@ -22,7 +23,7 @@ from support.runs import held_writers, wait_for_writers
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import using
 from fastpersist.integrations.accelerate import load_state, save_state, wait
 
 
@@ -34,26 +35,12 @@ def _fresh_accelerate() -> Iterator[None]:
     start_anew()
 
 
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
-class FullForNames(Filesystem):
-    """A disk without room for another name."""
-
-    def make_directory(self, path: str, mode: int = 0o777) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
-
-
 def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
 def save_that_fails(training: Training, **options: Any) -> fp.PendingSave:
-    with using(Full()):
+    with using(FullFor()):
         pending = save_state(training.accelerator, **options)
         assert pending is not None
         assert pending.join(PATIENCE_S)
@@ -176,9 +163,9 @@ def test_disk_that_is_full_while_hooks_write_is_what_is_told(tmp_path: Path, lea
         (Path(output_dir) / "config.json").write_text("{}")
 
     training.accelerator.register_save_state_pre_hook(hook)
-    with using(Full()), pytest.raises(fp.NoSpaceError):
+    with using(FullFor()), pytest.raises(fp.NoSpaceError):
         save_state(training.accelerator)
-    with using(Full()), pytest.warns(RuntimeWarning, match="disk full"):
+    with using(FullFor()), pytest.warns(RuntimeWarning, match="disk full"):
         assert save_state(training.accelerator, on_error="warn") is None
     wait_for_writers()
     assert names_in(tmp_path) == ["checkpoints"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.filesystems import FullFor
 from support.forking import run_in_child
 from support.torch_save_calls import STOCK_LOAD, STOCK_SAVE, is_ours
 
@@ -65,21 +65,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
         disk.let_go.set()
 
 
-class Full(Filesystem):
-    """A disk without room, for files whose names hold a word."""
-
-    def __init__(self, word: str = "") -> None:
-        self._word = word
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        if self._word in os.path.basename(path):
-            raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes: disk full", path)
-        super().allocate(fd, size_bytes, path)
-
-
 def fail(path: Path) -> None:
     """Begin a save that fails behind the program, and let that happen."""
-    with using(Full(path.name)):
+    with using(FullFor(path.name)):
         torch.save([torch.ones(10)], path)
         integration._behind[-1].pending.join(PATIENCE_S)
 
@@ -393,7 +381,7 @@ class LoadsAnother:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_failed_save_leaves_the_old_file(is_async: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     STOCK_SAVE(["old"], tmp_path / "x.pt")
-    with pytest.raises(RuntimeError) as caught, using(Full()), fp.installed(async_=is_async):
+    with pytest.raises(RuntimeError) as caught, using(FullFor()), fp.installed(async_=is_async):
         torch.save(["new"], tmp_path / "x.pt")
     assert isinstance(caught.value, fp.NoSpaceError)
     assert STOCK_LOAD(tmp_path / "x.pt") == ["old"]

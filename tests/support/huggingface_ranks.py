@@ -5,7 +5,6 @@ Each rank returns what callbacks heard, one line for each, and at the end how it
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 from contextlib import nullcontext
@@ -13,21 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401 - what ranks import on their way is imported here once: they are forks
+from support.filesystems import FullFor
 from support.huggingface_trainers import At, trainer_for
 from support.process_groups import run_ranks
 
 import fastpersist as fp
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import using
 from fastpersist.integrations.huggingface import FastPersistCallback, attach
-
-
-class Full(Filesystem):
-    """A disk without room for the checkpoint of one step."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        if "checkpoint-4" in path:
-            raise fp.NoSpaceError(errno.ENOSPC, f"allocating {path}: disk full", path)
-        super().allocate(fd, size_bytes, path)
 
 
 def train(directory: Path, way: str, fault: str = "none") -> list[list[str]]:
@@ -72,7 +63,7 @@ def _train_on_this_rank(rank: int, _count: int, directory: Path, way: str, fault
 
             trainer._save_rng_state = fail
         try:
-            with using(Full()) if fault in ("warn", "raise") else nullcontext():
+            with using(FullFor("checkpoint-4")) if fault in ("warn", "raise") else nullcontext():
                 trainer.train(resume_from_checkpoint=fault == "resume")
             lines.append(f"ended at {trainer.state.global_step}")
             if fault == "sigterm":

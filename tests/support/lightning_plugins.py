@@ -10,20 +10,12 @@ from support.lightning_runs import IGNORED
 from support.training import HeldFilesystem
 
 import fastpersist as fp
-from fastpersist.commit.filesystem import Filesystem
 from fastpersist.integrations.lightning import FastPersistCheckpointIO
 
-__all__ = ["IGNORED", "Full", "FullFor", "Training", "plugin_of"]
+__all__ = ["IGNORED", "FullOnceReleased", "Training", "plugin_of"]
 
 
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
-class FullFor(HeldFilesystem):
+class FullOnceReleased(HeldFilesystem):
     """Once released, there is no room for the files of one name."""
 
     def __init__(self, name: str) -> None:

@@ -5,7 +5,6 @@ By one rank, with a stand-in of the engine; with several ranks: test_ranks.py.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from support.deepspeed_stand_in import StandInEngine, deepspeed_integration, latest_in, names_in
+from support.filesystems import FullFor, FullForNames
 from support.forking import Child, run_in_child
 from support.rank_faults import wait_until
 from support.runs import held_writers, hidden_names, wait_for_writers
 from support.training import PATIENCE_S
 
 import fastpersist as fp
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import using
 
 attach = deepspeed_integration().attach
 
@@ -31,23 +31,9 @@ def _no_writer_is_left() -> Iterator[None]:
     wait_for_writers()
 
 
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
-class FullForNames(Filesystem):
-    """A disk without room for another directory."""
-
-    def make_directory(self, path: str, mode: int = 0o777) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
-
-
 def failed_save(engine: StandInEngine, root: Path) -> None:
     """Save on a disk that turns out to be full."""
-    with using(Full()):
+    with using(FullFor()):
         engine.save_checkpoint(str(root))
         wait_for_writers()
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.deepspeed_stand_in import StandInEngine, deepspeed_integration, files_of, latest_in, names_in
+from support.filesystems import FullFor, FullForNames
 from support.process_groups import rank_endings, run_ranks
 from support.rank_faults import empty_disk_over
 from support.runs import held_writers, hidden_names
@@ -40,13 +41,6 @@ NAMES = {
     1: [MODEL, *PARTITIONS],
     3: [*MODELS, *PARTITIONS],
 }
-
-
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
 
 
 def raised_by(call: Callable[[], Any]) -> tuple[str, str]:
@@ -224,7 +218,7 @@ def test_full_disk_of_one_rank_is_told_on_both_and_the_next_save_works(tmp_path:
         saving.wait()
         engine.train()
         if rank == loser:
-            with using(Full() if rank == 0 else FullAtCreation()):
+            with using(FullFor() if rank == 0 else FullAtCreation()):
                 engine.save_checkpoint(str(tmp_path), "b")
                 saving.pending().join()
         else:
@@ -244,13 +238,6 @@ def test_full_disk_of_one_rank_is_told_on_both_and_the_next_save_works(tmp_path:
         assert "b" not in names
     assert latest_in(tmp_path) == "c"
     assert hidden_names(tmp_path) == []
-
-
-class FullForNames(Filesystem):
-    """A disk without room for another directory."""
-
-    def make_directory(self, path: str, mode: int = 0o777) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"creating directory {path}: disk full", path)
 
 
 class FullAtCreation(Filesystem):

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.filesystems import FullFor
 from support.forking import run_in_child
-from support.lightning_plugins import IGNORED, Full, Training, plugin_of
+from support.lightning_plugins import IGNORED, Training, plugin_of
 from support.lightning_runs import Net, lightning
 from support.runs import copied, held_writers, hidden_names
 from support.sameness import assert_same
@@ -171,7 +172,7 @@ def test_after_teardown_a_save_is_durable_when_it_returns(tmp_path: Path) -> Non
     plugin.teardown()
     plugin.save_checkpoint({"global_step": 2}, tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt") == {"global_step": 2}
-    with using(Full()), pytest.raises(fp.NoSpaceError):
+    with using(FullFor()), pytest.raises(fp.NoSpaceError):
         plugin.save_checkpoint({"global_step": 3}, tmp_path / "a.ckpt")
 
 
@@ -188,7 +189,7 @@ def test_teardown_finishes_what_is_under_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_plugin_goes_to_another_process_with_its_options(duplicate: Callable[[Any], Any], tmp_path: Path) -> None:
     other = duplicate(plugin_of(Training(), on_error="warn", durable=False))
-    with using(Full()):
+    with using(FullFor()):
         other.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
         with pytest.warns(RuntimeWarning, match=r"a\.ckpt"):
             other.wait()
@@ -239,7 +240,7 @@ def test_removal_waits_for_the_successor(tmp_path: Path) -> None:
 def test_file_stays_when_its_successor_fails(tmp_path: Path, when: str, caplog: pytest.LogCaptureFixture) -> None:
     plugin = plugin_of()
     torch.save({"global_step": 1}, tmp_path / "old.ckpt")
-    with using(Full()), caplog.at_level(logging.WARNING, "fastpersist"):
+    with using(FullFor()), caplog.at_level(logging.WARNING, "fastpersist"):
         plugin.save_checkpoint({"global_step": 2}, tmp_path / "new.ckpt")
         if when == "over":
             plugin.order.join()
@@ -253,7 +254,7 @@ def test_file_stays_when_its_successor_fails(tmp_path: Path, when: str, caplog: 
 
 def test_after_a_failure_removals_go_on_with_the_next_save(tmp_path: Path) -> None:
     plugin = plugin_of(on_error="warn")
-    with using(Full()):
+    with using(FullFor()):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "1.ckpt")
         plugin.order.join()
     with pytest.warns(RuntimeWarning, match=r"1\.ckpt"):
@@ -330,7 +331,7 @@ def test_failure_is_raised_by_whoever_comes_first_and_once(
 ) -> None:
     plugin = plugin_of()
     torch.save({"global_step": 0}, tmp_path / "a.ckpt")
-    with using(Full()):
+    with using(FullFor()):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
         plugin.order.join()
     with pytest.raises(fp.NoSpaceError, match=r"a\.ckpt"):
@@ -346,7 +347,7 @@ def test_failure_is_a_warning_when_asked_for(
 ) -> None:
     plugin = plugin_of(on_error="warn")
     torch.save({"global_step": 0}, tmp_path / "a.ckpt")
-    with using(Full()):
+    with using(FullFor()):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
         plugin.order.join()
     with pytest.warns(RuntimeWarning, match=r"a\.ckpt"):
@@ -358,7 +359,7 @@ def test_teardown_in_an_unwinding_exception_logs_instead_of_raising(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plugin = plugin_of()
-    with using(Full()):
+    with using(FullFor()):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
         with pytest.raises(KeyError):
             try:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.lightning_plugins import IGNORED, Full, FullFor, Training, plugin_of
+from support.filesystems import FullFor
+from support.lightning_plugins import IGNORED, FullOnceReleased, Training, plugin_of
 from support.runs import copied, held_writers, hidden_names
 from support.sameness import assert_same
 
@@ -106,7 +107,7 @@ def test_failed_save_has_no_second_name(tmp_path: Path) -> None:
     training = Training()
     plugin = plugin_of(training)
     torch.save({"global_step": 0}, tmp_path / "last.ckpt")
-    with held_writers(FullFor("a.ckpt")) as writers:
+    with held_writers(FullOnceReleased("a.ckpt")) as writers:
         save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
         save(plugin, training.checkpoint(), tmp_path / "last.ckpt")
         writers.release()
@@ -189,7 +190,7 @@ def test_link_is_made_once_its_file_is_durable_and_not_if_it_fails(tmp_path: Pat
         writers.release()
         plugin.wait()
     assert os.readlink(key) == "2.ckpt"
-    with using(Full()):
+    with using(FullFor()):
         save(plugin, {"global_step": 3}, tmp_path / "3.ckpt")
         plugin.order.link(str(tmp_path / "3.ckpt"), key, symbolic=True)
         plugin.remove_checkpoint(tmp_path / "2.ckpt")
@@ -202,7 +203,7 @@ def test_after_a_failure_the_second_name_is_written_by_itself(tmp_path: Path) ->
     training = Training()
     plugin = plugin_of(training, on_error="warn")
     torch.save({"global_step": 0}, tmp_path / "a.ckpt")
-    with held_writers(FullFor("a.ckpt")) as writers:
+    with held_writers(FullOnceReleased("a.ckpt")) as writers:
         writers.release()
         save(plugin, training.checkpoint(), tmp_path / "a.ckpt")
         plugin.order.join()

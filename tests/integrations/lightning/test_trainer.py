@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import pickle
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.filesystems import FullFor
 from support.lightning_runs import (
     IGNORED,
     Callback,
@@ -33,22 +33,10 @@ from support.sameness import portrait
 from support.training import HeldFilesystem
 
 import fastpersist as fp
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import using
 from fastpersist.integrations.lightning import FastPersistCallback, FastPersistCheckpointIO, last_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in IGNORED]
-
-
-class FullFor(Filesystem):
-    """A disk without room for the files of one name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        if self._name in os.path.basename(path):
-            raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-        super().allocate(fd, size_bytes, path)
 
 
 class ReleaseAt(Callback):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.dcp_states import failure_of, raised_by
+from support.filesystems import FullFor
 from support.process_groups import rank_endings, run_ranks
 from support.rank_faults import Point, empty_disk_over, kill_this_process, watched
 from support.runs import hidden_names
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.commit.filesystem import using
 from fastpersist.dcp.huggingface import layout as huggingface_layout
 from fastpersist.dcp.huggingface import model_part
 from fastpersist.dcp.huggingface import storage_writer as huggingface_writer
@@ -268,12 +269,8 @@ def test_a_model_of_which_a_planner_leaves_something_out_is_not_published(tmp_pa
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    class Full(Filesystem):
-        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-            raise fp.NoSpaceError(errno.ENOSPC, f"reserving space for {path}: it is full", path)
-
     writer = FastPersistHuggingFaceWriter(tmp_path / "model")
-    with using(Full()):
+    with using(FullFor()):
         error = failure_of(lambda: dcp.save(SMALL, storage_writer=writer))
     assert isinstance(error, fp.NoSpaceError)
     assert os.listdir(tmp_path) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
-from support.filesystems import KillingFilesystem
+from support.filesystems import FullFor, KillingFilesystem
 from support.forking import Child, Report
 from support.runs import Run, copied, held_writers, hidden_names
 from support.sameness import assert_same
@@ -265,13 +264,6 @@ def test_foreign_directory_that_was_given_up_is_as_it_was(tmp_path: Path, leak_c
     assert tree(tmp_path) == before
 
 
-class Full(Filesystem):
-    """A disk without room for data."""
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        raise fp.NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
-
-
 class WithoutExchange(Filesystem):
     """A file system that cannot let two names change places."""
 
@@ -280,7 +272,7 @@ class WithoutExchange(Filesystem):
 
 
 @pytest.mark.parametrize(
-    ("disk", "kind"), [(Full, fp.NoSpaceError), (WithoutExchange, fp.FastPersistError)], ids=["full", "no exchange"]
+    ("disk", "kind"), [(FullFor, fp.NoSpaceError), (WithoutExchange, fp.FastPersistError)], ids=["full", "no exchange"]
 )
 def test_foreign_directory_survives_a_save_that_fails(
     tmp_path: Path, disk: type[Filesystem], kind: type[Exception], leak_check: None
