@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import ProjectConfiguration
 from support.accelerate_training import contents, start_anew
+from support.filesystems import HeldUntil
 from support.fsdp_on_cpu import IGNORED, accelerate_shards, shard_directories, shards_of
 from support.process_groups import rank_endings, run_ranks
 from support.runs import hidden_names
@@ -134,14 +135,8 @@ class Full(Filesystem):
 def test_training_goes_on_while_shards_are_written_and_the_step_waits_for_their_copy(tmp_path: Path) -> None:
     stepped = threading.Event()
 
-    class Held(Filesystem):
-        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-            if path.endswith(".distcp") and not stepped.wait(30):
-                raise TimeoutError("no step came")
-            super().allocate(fd, size_bytes, path)
-
     def work(rank: int, _count: int) -> int:
-        with training(*SHARDED) as one, using(Held()):
+        with training(*SHARDED) as one, using(HeldUntil(stepped, ".distcp")):
             one.train(2)
             pending = save_state(one.accelerator, tmp_path / "a")
             assert pending is not None

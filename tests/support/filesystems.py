@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -50,6 +51,20 @@ class FullFor(Filesystem):
         """Find no room."""
         if self._name in path:
             raise NoSpaceError(errno.ENOSPC, f"reserving {size_bytes} bytes for {path}: disk full", path)
+        super().allocate(fd, size_bytes, path)
+
+
+class HeldUntil(Filesystem):
+    """Begins no data of files with this in their paths before an event."""
+
+    def __init__(self, event: threading.Event, name: str = "") -> None:
+        self._event = event
+        self._name = name
+
+    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
+        """Wait."""
+        if self._name in path and not self._event.wait(30):
+            raise TimeoutError("it did not come")
         super().allocate(fd, size_bytes, path)
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
+from support.filesystems import HeldUntil
 from support.fsdp_on_cpu import IGNORED, accelerate_shards, shard_directories, shards_of
 from support.huggingface_trainers import At, arguments, assert_same_file, checkpoints_in, files_below, losses, rows
 from support.process_groups import run_ranks
@@ -46,18 +47,6 @@ class Model(torch.nn.Module):
         """Return the loss."""
         logits = self.head(self.drop(torch.tanh(self.hidden(self.token(input_ids)))))
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-class Held(Filesystem):
-    """Begins no file of shards before a step came."""
-
-    def __init__(self) -> None:
-        self.stepped = threading.Event()
-
-    def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-        if path.endswith(".distcp") and not self.stepped.wait(30):
-            raise TimeoutError("no step came")
-        super().allocate(fd, size_bytes, path)
 
 
 class Full(Filesystem):
@@ -191,15 +180,15 @@ def test_the_best_model_is_the_one_of_stock_and_is_loaded_by_us(tmp_path: Path) 
 
 def test_training_goes_on_while_shards_are_written_and_the_step_waits_for_their_copy(tmp_path: Path) -> None:
     def work(rank: int, _count: int) -> Any:
-        held, pending = Held(), []
+        stepped, pending = threading.Event(), []
 
         def look(state: Any, _control: Any) -> None:
             if state.global_step == 3:  # the step after the save is over
                 pending.append(attachment.pending())
                 assert not (tmp_path / "checkpoint-2").exists()
-                held.stepped.set()
+                stepped.set()
 
-        with accelerate_shards(), using(held):
+        with accelerate_shards(), using(HeldUntil(stepped, ".distcp")):
             trainer = trainer_on_this_rank(tmp_path, SHARDED, [At("on_step_end", look)], max_steps=4)
             attachment = attach(trainer)
             trainer.train()

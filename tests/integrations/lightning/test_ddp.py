@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.filesystems import HeldUntil
 from support.lightning_runs import (
     IGNORED,
     Asked,
@@ -176,17 +177,9 @@ def test_training_goes_on_from_such_a_file_with_one_process_or_two_with_lightnin
 def test_step_on_either_rank_copies_what_no_writer_has_taken(tmp_path: Path) -> None:
     stepped = threading.Event()
 
-    class Held(Filesystem):
-        """The first rank, for whom the other waits, writes nothing before the next step."""
-
-        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-            if not stepped.wait(30):
-                raise TimeoutError("no step came")
-            super().allocate(fd, size_bytes, path)
-
     def work(rank: int, _count: int) -> list[int]:
         checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-        with using(Held()), noted() as saves:
+        with using(HeldUntil(stepped)), noted() as saves:
             run(checkpoint, Asked(3, lambda _trainer: stepped.set()), max_epochs=2)
         return [one.stats.bytes_at_gate for one in saves]
 
@@ -199,13 +192,7 @@ def test_step_on_either_rank_copies_what_no_writer_has_taken(tmp_path: Path) -> 
 
 
 def test_steps_of_a_learning_rate_finder_wait_too_though_it_takes_the_callbacks_away(tmp_path: Path) -> None:
-    stepped = threading.Event()
-
-    class Held(Filesystem):
-        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-            if not stepped.wait(30):
-                raise TimeoutError("no step came")
-            super().allocate(fd, size_bytes, path)
+    stepped = threading.Event()  # the first rank, for whom the other waits, writes nothing before the next step
 
     class WithRate(Wide):
         rate = 1e-2
@@ -220,7 +207,7 @@ def test_steps_of_a_learning_rate_finder_wait_too_though_it_takes_the_callbacks_
             num_training_steps=2, attr_name="rate", early_stop_threshold=None, update_attr=False
         )
         options = {"kind": WithRate, "enable_checkpointing": False, "default_root_dir": tmp_path}
-        with using(Held()), noted() as saves:
+        with using(HeldUntil(stepped)), noted() as saves:
             run(finder, **options)
         return [one.stats.bytes_at_gate for one in saves]
 

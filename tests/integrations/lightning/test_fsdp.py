@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.filesystems import HeldUntil
 from support.fsdp_on_cpu import IGNORED as IGNORED_OF_FSDP
 from support.fsdp_on_cpu import shard_directories, shards_of
 from support.lightning_runs import BATCH_COUNT, IGNORED, Asked, Callback, ModelCheckpoint, Net, lightning
@@ -201,12 +202,6 @@ def test_each_goes_on_from_the_others_checkpoint_and_shards_are_read_by_us(
 def test_training_goes_on_while_shards_are_written_and_the_step_waits_for_their_copy(tmp_path: Path) -> None:
     stepped = threading.Event()
 
-    class Held(Filesystem):
-        def allocate(self, fd: int, size_bytes: int, path: str) -> None:
-            if not stepped.wait(30):
-                raise TimeoutError("no step came")
-            super().allocate(fd, size_bytes, path)
-
     def work(rank: int, _count: int) -> Any:
         io = FastPersistCheckpointIO()
         under_way = []
@@ -217,7 +212,7 @@ def test_training_goes_on_while_shards_are_written_and_the_step_waits_for_their_
             stepped.set()
 
         kind, make_strategy = KINDS["ModelParallel"]
-        with using(Held()):
+        with using(HeldUntil(stepped)):
             run(kind, make_strategy, Asked(3, look), ModelCheckpoint(tmp_path, **EACH_SECOND), io=io)
         return [pending.stats.bytes_at_gate for pending in under_way]
 
