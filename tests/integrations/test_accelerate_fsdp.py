@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import ProjectConfiguration
 from support.accelerate_training import contents, start_anew
-from support.filesystems import HeldUntil
+from support.filesystems import FullAtSync, HeldUntil
 from support.fsdp_on_cpu import IGNORED, accelerate_shards, shard_directories, shards_of
 from support.process_groups import rank_endings, run_ranks
 from support.runs import hidden_names
@@ -123,15 +122,6 @@ def test_checkpoints_are_those_of_stock_and_each_loads_the_others(tmp_path: Path
 SHARDED = WAYS["FSDP2, sharded"]
 
 
-class Full(Filesystem):
-    """A disk without room for shards."""
-
-    def sync(self, fd: int, path: str) -> None:
-        if path.endswith(".distcp"):
-            raise fp.NoSpaceError(errno.ENOSPC, f"syncing {path}: disk full", path)
-        super().sync(fd, path)
-
-
 def test_training_goes_on_while_shards_are_written_and_the_step_waits_for_their_copy(tmp_path: Path) -> None:
     stepped = threading.Event()
 
@@ -203,7 +193,7 @@ def test_full_disk_of_one_rank_is_told_on_all(tmp_path: Path, bad_rank: int, on_
             warnings.simplefilter("always")
             one.train()
             raised = ""
-            with using(Full() if rank == bad_rank else Filesystem()):
+            with using(FullAtSync(".distcp") if rank == bad_rank else Filesystem()):
                 save_state(one.accelerator, tmp_path / "a", on_error=on_error)
                 one.train()
                 try:

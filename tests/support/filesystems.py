@@ -54,6 +54,19 @@ class FullFor(Filesystem):
         super().allocate(fd, size_bytes, path)
 
 
+class FullAtSync(Filesystem):
+    """A disk that finds no room for the data of files with this in their paths when they are synced."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def sync(self, fd: int, path: str) -> None:
+        """Find no room."""
+        if self._name in path:
+            raise NoSpaceError(errno.ENOSPC, f"syncing {path}: disk full", path)
+        super().sync(fd, path)
+
+
 class HeldUntil(Filesystem):
     """Begins no data of files with this in their paths before an event."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.filesystems import HeldUntil
+from support.filesystems import FullAtSync, HeldUntil
 from support.lightning_runs import (
     IGNORED,
     Asked,
@@ -347,13 +346,13 @@ def test_fit_returns_on_each_rank_when_the_first_rank_has_saved(tmp_path: Path) 
 
 def test_failure_of_the_first_rank_alone_ends_fit_on_all(tmp_path: Path) -> None:
     def work(rank: int, _count: int) -> None:
-        with using(FullOn("step=2")):
+        with using(FullAtSync("step=2")):
             run(ModelCheckpoint(tmp_path, **EACH_STEP), kind=Net)
 
     first, second = rank_endings(2, work)
-    assert first.error_type is fp.StorageError
+    assert first.error_type is fp.NoSpaceError
     assert second.error_type is fp.PeerError
-    assert "injected" in second.error_text
+    assert "disk full" in second.error_text
 
 
 def test_ranks_load_in_fit_when_the_first_rank_has_saved(tmp_path: Path) -> None:
@@ -376,30 +375,18 @@ def test_ranks_load_in_fit_when_the_first_rank_has_saved(tmp_path: Path) -> None
 # --- failures
 
 
-class FullOn(Filesystem):
-    """One rank's disk fails for the files of one name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def sync(self, fd: int, path: str) -> None:
-        if self._name in path:
-            raise fp.StorageError(errno.EIO, f"syncing {path}: injected", path)
-        super().sync(fd, path)
-
-
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("epoch_count", [1, 2], ids=["raised at the end", "raised by the next save"])
 def test_failure_on_one_rank_ends_training_on_all(tmp_path: Path, bad_rank: int, epoch_count: int) -> None:
     def work(rank: int, _count: int) -> None:
-        with using(FullOn("step=2") if rank == bad_rank else Filesystem()):
+        with using(FullAtSync("step=2") if rank == bad_rank else Filesystem()):
             run(ModelCheckpoint(tmp_path, **EACH_STEP), max_epochs=epoch_count)
 
     endings = rank_endings(2, work)
-    assert endings[bad_rank].error_type is fp.StorageError
+    assert endings[bad_rank].error_type is fp.NoSpaceError
     assert endings[1 - bad_rank].error_type is fp.PeerError
     assert endings[1 - bad_rank].error_attributes["rank"] == bad_rank
-    assert "injected" in endings[1 - bad_rank].error_text
+    assert "disk full" in endings[1 - bad_rank].error_text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=1.ckpt"]
 
 
@@ -408,7 +395,7 @@ def test_failure_on_one_rank_is_a_warning_on_all_and_old_checkpoints_stay(tmp_pa
     def work(rank: int, _count: int) -> list[str]:
         io = ours.FastPersistCheckpointIO(on_error="warn")
         with (
-            using(FullOn("step=4") if rank == bad_rank else Filesystem()),
+            using(FullAtSync("step=4") if rank == bad_rank else Filesystem()),
             warnings.catch_warnings(record=True) as told,
         ):
             warnings.simplefilter("always")
@@ -417,7 +404,7 @@ def test_failure_on_one_rank_is_a_warning_on_all_and_old_checkpoints_stay(tmp_pa
 
     told = run_ranks(2, work)
     assert [len(one) for one in told] == [1, 1]
-    assert all("injected" in one[0] for one in told)
+    assert all("disk full" in one[0] for one in told)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.filesystems import HeldUntil
+from support.filesystems import FullAtSync, HeldUntil
 from support.fsdp_on_cpu import IGNORED as IGNORED_OF_FSDP
 from support.fsdp_on_cpu import shard_directories, shards_of
 from support.lightning_runs import BATCH_COUNT, IGNORED, Asked, Callback, ModelCheckpoint, Net, lightning
@@ -69,18 +68,6 @@ class Wrapped(Sharded):
             device: Any = torch.device("cpu")
             self.first = FullyShardedDataParallel(self.first, device_id=device)
             self.last = FullyShardedDataParallel(self.last, device_id=device)
-
-
-class Full(Filesystem):
-    """A disk without room for the files of one name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def sync(self, fd: int, path: str) -> None:
-        if self._name in path:
-            raise fp.NoSpaceError(errno.ENOSPC, f"syncing {path}: disk full", path)
-        super().sync(fd, path)
 
 
 class OnCpu(lightning.pytorch.strategies.FSDPStrategy):
@@ -247,7 +234,7 @@ def test_shards_are_not_copied_to_the_host_by_lightning_too(tmp_path: Path) -> N
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_failure_on_one_rank_ends_training_on_all_and_leaves_nothing(tmp_path: Path, bad_rank: int) -> None:
     def work(rank: int, _count: int) -> None:
-        with using(Full("__")) if rank == bad_rank else nullcontext():
+        with using(FullAtSync("__")) if rank == bad_rank else nullcontext():
             run(*KINDS["ModelParallel"], ModelCheckpoint(tmp_path, **EACH_SECOND), max_epochs=3)
 
     endings = rank_endings(2, work)
@@ -264,7 +251,7 @@ def test_failure_on_one_rank_is_a_warning_on_all_and_the_old_checkpoint_stays(tm
         io = FastPersistCheckpointIO(on_error="warn")
         checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
         with (
-            using(Full("step=4")) if rank == bad_rank else nullcontext(),
+            using(FullAtSync("step=4")) if rank == bad_rank else nullcontext(),
             warnings.catch_warnings(record=True) as told,
         ):
             warnings.simplefilter("always")
@@ -338,7 +325,7 @@ def test_a_file_of_that_name_stays_until_the_directory_is_durable(tmp_path: Path
 
     def work(_rank: int, _count: int) -> None:
         trainer, _ = run(*KINDS["ModelParallel"], enable_checkpointing=False, default_root_dir=tmp_path)
-        with using(Full("a.directory")), pytest.raises(fp.FastPersistError, match="disk full"):
+        with using(FullAtSync("a.directory")), pytest.raises(fp.FastPersistError, match="disk full"):
             trainer.save_checkpoint(path)
 
     run_ranks(2, work)
