@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.leaks import no_leaks
+from support import leaks
 from support.sameness import assert_same
 
 import fastpersist as fp
 
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 STATE = {"weight": torch.arange(1000.0), "step": 3}

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load_file, save_file
+from support import leaks
 from support.archives import flip_bit
-from support.leaks import no_leaks
 from support.sameness import assert_same
 from support.specimens import DTYPES, Network, PlainSubclass, tensor_of
 from support.torch_release import TORCH
@@ -30,10 +30,7 @@ from fastpersist.transfer.writer import Writer
 SAVABLE = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in DTYPE_NAMES]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import leaks
 from support.archives import flip_bit, read_records, record_places, save_aligned, with_pickle
-from support.leaks import no_leaks
 from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Network, trained
 
@@ -30,10 +30,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 def refused(path: Path, target: Any, match: str, error: type[Exception] = fp.ConfigError, **options: Any) -> str:

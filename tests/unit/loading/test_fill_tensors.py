@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from support import leaks
 from support.archives import save_aligned
-from support.leaks import no_leaks
 from support.sameness import assert_same
 from support.specimens import Network, train, trained
 
@@ -23,10 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 # --------------------------------------------------------------------------------------------- targets

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.leaks import no_leaks
+from support import leaks
 from support.sameness import assert_same, portrait
 
 import fastpersist as fp
@@ -22,10 +21,7 @@ INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 class Tied(torch.nn.Module):

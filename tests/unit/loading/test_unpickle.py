@@ -9,15 +9,15 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch
+from support import leaks
 from support.archives import read_records, record_places, save_aligned, with_pickle, write_records
-from support.leaks import no_leaks
 from support.sameness import assert_same, portrait
 from support.specimens import SPECIMENS, Wrapper
 
@@ -33,10 +33,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with no_leaks(tmp_path_factory.getbasetemp()):
-        yield
+nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
 @pytest.fixture
