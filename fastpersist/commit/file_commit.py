@@ -50,8 +50,6 @@ from fastpersist.errors import InternalError, StorageError
 
 __all__ = [
     "LEFTOVER_AGE_S",
-    "LOCK_HELD",
-    "LOCK_UNSUPPORTED",
     "TOKEN_BYTES",
     "ClosedDirectoryError",
     "Lock",
@@ -65,6 +63,7 @@ __all__ = [
     "is_being_written",
     "is_live",
     "live_guard",
+    "lock_by",
     "lock_record",
     "mark_live",
     "replace_small_file",
@@ -78,8 +77,8 @@ _log = logging.getLogger("fastpersist")
 # `directory_commit`, `locks` and `removal` share these.
 TOKEN_BYTES = 8
 LEFTOVER_AGE_S = 24 * 3600.0
-LOCK_HELD = (errno.EACCES, errno.EAGAIN)
-LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_LOCK_HELD = (errno.EACCES, errno.EAGAIN)
+_LOCK_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NAME_LIMIT_BYTES = 255
 _CREATE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -461,12 +460,17 @@ def hidden_prefix(path: str, kind: Literal["pending", "retired"] = "pending") ->
 
 def lock_record(fd: int, path: str) -> Lock:
     """Take the record lock of a writer. Where it is UNSUPPORTED, leftovers are removed by their age."""
+    return lock_by(lambda: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), path)
+
+
+def lock_by(take: Callable[[], object], path: str) -> Lock:
+    """Take a lock by a system call that does not wait."""
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take()
     except OSError as error:
-        if error.errno in LOCK_HELD:
+        if error.errno in _LOCK_HELD:
             return Lock.BUSY
-        if error.errno not in LOCK_UNSUPPORTED:
+        if error.errno not in _LOCK_UNSUPPORTED:
             raise StorageError(error.errno, f"locking {path}: {error.strerror}", path) from error
         _log.debug("%s: the file system has no record locks", path)
         return Lock.UNSUPPORTED
@@ -543,7 +547,7 @@ def _is_dead(fd: int, path: str) -> bool:
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in LOCK_HELD:
+        if error.errno in _LOCK_HELD:
             return False
         if time.time() - filesystem().status(fd, path).st_mtime > LEFTOVER_AGE_S:
             return True

@@ -25,13 +25,12 @@ from typing import NamedTuple
 
 from fastpersist import _native
 from fastpersist.commit.file_commit import (
-    LOCK_HELD,
-    LOCK_UNSUPPORTED,
     Lock,
     close_live,
     errors_in_log,
     is_live,
     live_guard,
+    lock_by,
     lock_record,
     mark_live,
 )
@@ -75,15 +74,7 @@ def _record(kind: int) -> bytes:
 
 
 def _lock_open_file(fd: int, kind: int, path: str) -> Lock:
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _record(kind))
-    except OSError as error:
-        if error.errno in LOCK_HELD:
-            return Lock.BUSY
-        if error.errno not in LOCK_UNSUPPORTED:
-            raise StorageError(error.errno, f"locking {path}: {error.strerror}", path) from error
-        return Lock.UNSUPPORTED
-    return Lock.TAKEN
+    return lock_by(lambda: fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _record(kind)), path)
 
 
 def _lock_for_removal(fd: int, writable: bool, path: str) -> Lock:
