@@ -399,13 +399,11 @@ class PendingDirectory:
 
 def _check_name(path: str, overwrite: Overwrite) -> int | None:
     """Return the permission bits of the directory that a save to `path` replaces, None when the name is free."""
-    try:
-        with storage_errors("looking up", path):
+    with storage_errors("looking up", path):
+        try:
             status = os.lstat(path)
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return None
+        except FileNotFoundError:
+            return None
     if not stat.S_ISDIR(status.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a file"
         raise ConfigError(f"{path} is {kind}, not a directory: remove it, or save elsewhere")

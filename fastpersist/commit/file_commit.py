@@ -187,13 +187,11 @@ def resolve_target(path: str, *, replace_links: bool = False) -> Target:
     if parent == "/dev" or parent.startswith(("/proc/", "/dev/fd")):
         return Target(path, why_not_replaceable="it names a device or an open descriptor, not a file")
     real = os.path.realpath(path)
-    try:
-        with storage_errors("looking up", path):
+    with storage_errors("looking up", path):
+        try:
             status = os.stat(path)
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        return Target(real)
+        except FileNotFoundError:
+            return Target(real)
     if stat.S_ISDIR(status.st_mode):
         raise StorageError(errno.EISDIR, f"cannot save to {path}: it is a directory", path)
     mode, owner = stat.S_IMODE(status.st_mode) & 0o777, (status.st_uid, status.st_gid)

@@ -32,7 +32,6 @@ from fastpersist.errors import (
     ConfigError,
     CorruptionError,
     FormatError,
-    StorageError,
     UnsupportedError,
 )
 from fastpersist.formats.manifest import check_file_name
@@ -210,13 +209,11 @@ class FastPersistReader(CheckpointReader):
     def _part_bytes(self, name: str) -> int | None:
         """Return the length of a part; None if it is missing."""
         path = os.path.join(self._path or "", name)
-        try:
-            with storage_errors("looking up", path):
+        with storage_errors("looking up", path):
+            try:
                 status = os.stat(path)
-        except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            except (FileNotFoundError, NotADirectoryError):
                 return None
-            raise
         if not stat.S_ISREG(status.st_mode):
             raise FormatError("it is no regular file", path=path)
         return status.st_size
