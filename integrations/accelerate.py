@@ -43,6 +43,7 @@ from fastpersist import (
     verify,
 )
 
+from ._shared.agreement import PeerFailure, on_all_ranks
 from ._shared.redirection import Redirection, saves_into
 from ._shared.requirements import require
 from ._shared.save_figures import SaveFigures
@@ -51,7 +52,7 @@ from .torch_save import routed
 require("accelerate", "accelerate", "1.1")
 
 from accelerate import Accelerator  # type: ignore[import-untyped] # noqa: E402 - the line above explains its absence
-from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped] # noqa: E402
+from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped] # noqa: E402
 
 __all__ = ["load_state", "save_state", "wait"]
 
@@ -182,12 +183,8 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     if input_dir is None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             raise ConfigError("load_state needs an input_dir, or automatic_checkpoint_naming")
-        newest, failure = None, None
-        try:
+        with _agreed():
             newest = _newest_whole(accelerator) if accelerator.is_main_process else None
-        except Exception as error:  # noqa: BLE001 - the other processes wait
-            failure = error
-        _agree(accelerator, failure)
         input_dir = str(broadcast_object_list([newest])[0])
     found = os.path.expanduser(input_dir)
     with _reading_shards(accelerator):
@@ -218,39 +215,27 @@ def _save(
     save_model_func_kwargs: dict[str, Any],
 ) -> PendingSave | None:
     """Implement `save_state`. After each step all processes agree: if one has failed, all raise."""
-    target, failure = "", None
+    target = ""
     options: dict[str, Any] = {}
     files: _Files | None = None
-    try:
-        _refuse_tensor_parallel(accelerator)
-        if accelerator.is_main_process:
-            target, options = _choose(accelerator, output_dir)
-            if not _is_sharding(accelerator):
-                files = DirectorySave(target, engine=engine, **options)
-    except Exception as error:  # noqa: BLE001 - the other processes wait
-        failure = error
     with ExitStack() as stack:  # removes the hidden directory unless it is published
-        if files is not None:
-            stack.enter_context(files)
-        _agree(accelerator, failure)
+        with _agreed():
+            _refuse_tensor_parallel(accelerator)
+            if accelerator.is_main_process:
+                target, options = _choose(accelerator, output_dir)
+                if not _is_sharding(accelerator):
+                    files = stack.enter_context(DirectorySave(target, engine=engine, **options))
         if _is_sharding(accelerator):
-            failure, target = None, broadcast_object_list([target])[0]
-            try:
+            target = broadcast_object_list([target])[0]
+            with _agreed():
                 files = _begin_together(target, engine, options)
                 stack.enter_context(files)
-            except Exception as error:  # noqa: BLE001 - the other processes wait
-                failure = error
-            _agree(accelerator, failure)
         main_path = files.path if isinstance(files, DirectorySave) else None
         pending_path = broadcast_object_list([main_path])[0]
-        _agree(accelerator, _why_not_shared(accelerator, pending_path))
-        failure = None
-        try:
-            with _without_automatic_naming(accelerator), _saving(accelerator, files, pending_path):
-                accelerator.save_state(pending_path, safe_serialization, **save_model_func_kwargs)
-        except Exception as error:  # noqa: BLE001 - the other processes wait
-            failure = error
-        _agree(accelerator, failure)
+        with _agreed():
+            _refuse_unshared(accelerator, pending_path)
+        with _agreed(), _without_automatic_naming(accelerator), _saving(accelerator, files, pending_path):
+            accelerator.save_state(pending_path, safe_serialization, **save_model_func_kwargs)
         if files is None:
             return None
         limit = accelerator.project_configuration.total_limit
@@ -298,13 +283,12 @@ def _refuse_to_lose(accelerator: Accelerator, target: str) -> None:
     require_replaceable(target, _FILE_OF_ACCELERATE.fullmatch)
 
 
-def _why_not_shared(accelerator: Accelerator, pending_path: str) -> ConfigError | None:
-    if accelerator.is_main_process or os.path.isdir(pending_path):
-        return None
-    return ConfigError(
-        f"process {accelerator.process_index} does not see {os.path.dirname(pending_path)} of the main process: all "
-        "need one file system, and save_on_each_node is not supported; stock accelerator.save_state works there"
-    )
+def _refuse_unshared(accelerator: Accelerator, pending_path: str) -> None:
+    if not accelerator.is_main_process and not os.path.isdir(pending_path):
+        raise ConfigError(
+            f"process {accelerator.process_index} does not see {os.path.dirname(pending_path)} of the main process: "
+            "all need one file system, and save_on_each_node is not supported; stock accelerator.save_state works there"
+        )
 
 
 @contextmanager
@@ -384,12 +368,8 @@ def _without_automatic_naming(accelerator: Accelerator) -> Iterator[None]:
 
 def _settle(accelerator: Accelerator) -> None:
     """Finish the last save on all processes, and raise its error, or warn of it."""
-    failure = None
-    try:
+    with _agreed():
         _deliver(accelerator, depth=4)
-    except Exception as error:  # noqa: BLE001 - the other processes wait
-        failure = error
-    _agree(accelerator, failure)
 
 
 def _deliver(accelerator: Accelerator, depth: int) -> None:
@@ -415,18 +395,25 @@ def _warning_of(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------- several processes
 
 
-def _agree(accelerator: Accelerator, failure: Exception | None) -> None:
-    """Raise on all processes if one of them has failed. Collective."""
-    if accelerator.num_processes > 1:
-        told = None if failure is None else (isinstance(failure, StorageError), f"{type(failure).__name__}: {failure}")
-        outcomes = gather_object([told])
-        for index, outcome in enumerate(outcomes):
-            if outcome is not None and failure is None:
-                is_of_disk, text = outcome
-                message = f"process {index} failed: {text}"
-                failure = StorageError(None, message) if is_of_disk else FastPersistError(message)
-    if failure is not None:
-        raise failure
+@contextmanager
+def _agreed() -> Iterator[None]:
+    """Raise on all processes if the block fails on one of them. Collective."""
+    failures: list[Exception] = []
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, when the other processes know
+        failures.append(error)
+
+    def tell() -> None:
+        if failures:
+            raise failures[0]
+
+    on_all_ranks(tell, _error_of)
+
+
+def _error_of(failure: PeerFailure) -> FastPersistError:
+    message = f"process {failure.rank} failed: {failure.text}"
+    return StorageError(None, message) if failure.is_of_the_disk else FastPersistError(message)
 
 
 def _refuse_strategy(accelerator: Accelerator) -> None:
