@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 
 import numpy as np
-from fuzzing import main, mutated
+from fuzzing import main, mutated, reading
 from numpy.lib import format as numpy_format
 
 from fastpersist.errors import FormatError, UnsupportedError
@@ -72,13 +72,8 @@ def numpys(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 
 
 def try_input(data: bytes) -> None:
-    def read_at(offset_bytes: int, size_bytes: int) -> bytes:
-        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= len(data):
-            raise AssertionError(f"{size_bytes} bytes at {offset_bytes} of {len(data)} were asked for")
-        return data[offset_bytes : offset_bytes + size_bytes]
-
     try:
-        header = npy.read_header(read_at, len(data), path="input")
+        header = npy.read_header(reading(data), len(data), path="input")
     except (FormatError, UnsupportedError) as error:
         str(error)
         outcomes[type(error).__name__] += 1

@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from fuzzing import main, mutated
+from fuzzing import main, mutated, reading
 from whole_files import outcomes, try_file
 
 from fastpersist.errors import FormatError, UnsupportedError
@@ -95,13 +95,8 @@ def make_input(rng: random.Random) -> bytes:
 
 
 def try_input(data: bytes) -> None:
-    def read_at(offset_bytes: int, size_bytes: int) -> bytes:
-        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= len(data):
-            raise AssertionError(f"{size_bytes} bytes at {offset_bytes} of {len(data)} were asked for")
-        return data[offset_bytes : offset_bytes + size_bytes]
-
     try:
-        directory = torch_zip.read_directory(read_at, len(data), path="input")
+        directory = torch_zip.read_directory(reading(data), len(data), path="input")
     except (FormatError, UnsupportedError) as error:
         str(error)
         outcomes["no directory"] += 1

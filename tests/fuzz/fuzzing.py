@@ -41,6 +41,17 @@ EDGES = [
 ]
 
 
+def reading(data: bytes) -> Callable[[int, int], bytes]:
+    """Return what reads from an input as from a file, and lets nobody ask for bytes that are not there."""
+
+    def read_at(offset_bytes: int, size_bytes: int) -> bytes:
+        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= len(data):
+            raise AssertionError(f"{size_bytes} bytes at {offset_bytes} of {len(data)} were asked for")
+        return data[offset_bytes : offset_bytes + size_bytes]
+
+    return read_at
+
+
 def mutated(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Change one to eight things in `data`: bytes, numbers, ranges, or parts taken from other inputs."""
     result = bytearray(data)
