@@ -1,4 +1,4 @@
-// Numbers by address, of objects or of memory.
+// A hash table that numbers addresses of objects or memory.
 #pragma once
 
 #include <bit>
@@ -9,9 +9,9 @@
 
 namespace fastpersist {
 
-// Addresses come about in the order in which they were given out, so neighbours have neighbouring slots: the processor
-// has read them, or does so ahead. Where neighbours of two places meet in one slot, the next ones are far apart, so
-// that two full neighbourhoods do not make a long search.
+// Addresses arrive roughly in the order of their allocation, so near addresses get near slots, which are in the cache
+// already or are prefetched. If two runs of near addresses collide in a slot, their next slots are far apart, so two
+// dense runs do not make a long search.
 class AddressTable {
  public:
   // Makes room for so many addresses; more may come.
@@ -26,7 +26,7 @@ class AddressTable {
     return slot.entry == 0 ? nullptr : &entries_[slot.entry - 1].number;
   }
 
-  // Returns the number of an address; gives it one if it has none. The second is whether it had none.
+  // Returns the number of an address, and whether it is new: then the address gets this number.
   std::pair<uint32_t, bool> FindOrAdd(uintptr_t address, uint32_t number) {
     Slot& slot = slots_[IndexOf(slots_, address)];
     if (slot.entry != 0) return {entries_[slot.entry - 1].number, false};
@@ -61,7 +61,7 @@ class AddressTable {
 
   // Returns the slot of an address, or the empty one that it would get.
   size_t IndexOf(const std::vector<Slot>& slots, uintptr_t address) const {
-    constexpr uintptr_t kNear = 0xFFFC0;  // memory of torch begins every 64 bytes at most
+    constexpr uintptr_t kNear = 0xFFFC0;  // torch aligns its memory to 64 bytes
     const size_t mask = slots.size() - 1;
     const uint32_t tag = TagOf(address);
     size_t index = ((Mixed(address & ~kNear) >> 32) + ((address & kNear) >> 6)) & mask;
@@ -71,7 +71,7 @@ class AddressTable {
         if (slot.entry == 0 || (slot.tag == tag && entries_[slot.entry - 1].address == address)) return index;
         index = (index & ~(kLineSlots - 1)) | ((index + 1) & (kLineSlots - 1));
       }
-      index = (index + kLineSlots * (tag | 1)) & mask;  // odd: it reaches all lines
+      index = (index + kLineSlots * (tag | 1)) & mask;  // odd, so it reaches all lines
     }
   }
 

@@ -9,10 +9,10 @@ namespace fastpersist {
 
 class Device;
 class PieceList;
-// By torch's ordinal; raises the error of Device::Get. REQUIRES: the GIL is held.
+// Returns the device with torch's ordinal; raises the error of Device::Get. REQUIRES: the GIL is held.
 Device& DeviceOf(int ordinal);
 
-// A reference that may be copied and dropped without the GIL. REQUIRES of this call: the GIL is held.
+// Returns a reference that may be copied and dropped without the GIL. REQUIRES of this call: the GIL is held.
 std::shared_ptr<const pybind11::object> Shared(const pybind11::object& object);
 
 void BindCuFile(pybind11::module_& m);                                           // cufile.cc

@@ -1,4 +1,4 @@
-// Columns of numbers, as Python keeps those of a file's sources.
+// Converts columns of numbers from Python, such as the addresses and sizes of a file's sources.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@
 
 namespace fastpersist {
 
-// Numbers of a column of Python: an array of that type, or any sequence.
+// Returns the numbers of a Python column: an array of that type, or any sequence.
 template <class Number>
 std::vector<Number> Column(const pybind11::object& numbers) {
   if (!pybind11::isinstance<pybind11::buffer>(numbers)) return numbers.cast<std::vector<Number>>();

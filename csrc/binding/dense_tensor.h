@@ -9,7 +9,7 @@
 
 namespace fastpersist {
 
-// How DLPack tells of a tensor (https://dmlc.github.io/dlpack/latest/c_api.html); the numbers belong to the tensor.
+// DLPack's description of a tensor (https://dmlc.github.io/dlpack/latest/c_api.html); the tensor owns the arrays.
 struct DenseTensor {
   void* data;
   int32_t device_kind;
@@ -26,7 +26,7 @@ struct DenseTensor {
 
   std::span<const int64_t> shape() const { return {extents, size_t(dim_count)}; }
 
-  // The strides, or null where DLPack leaves open what they are: of one element there is no next one.
+  // The strides, or null if DLPack does not define them, as for a tensor of one element.
   const int64_t* strides() const {
     return std::ranges::all_of(shape(), [](int64_t extent) { return extent > 1; }) ? strides_or_null : nullptr;
   }
@@ -44,7 +44,8 @@ class [[gnu::visibility("hidden")]] DenseTensors {
     if (api->major_version == 1) describe_ = api->describe;
   }
 
-  // Describes a tensor while it lives; false if this torch cannot, or does not for such a tensor.
+  // Describes a tensor; valid while the tensor lives. Returns false if this torch cannot describe tensors, or not this
+  // one.
   bool Describe(PyObject* tensor, DenseTensor& found) const {
     if (describe_ == nullptr) return false;
     if (describe_(tensor, &found) == 0) return true;

@@ -1,4 +1,4 @@
-// Reads the memory of what a dict holds before it is pickled.
+// Prefetches the memory of a dict's items before they are pickled.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,9 +11,9 @@
 
 namespace fastpersist {
 
-// Goes through a dict some items before the one who pickles it, and reads a word of each cache line that will be
-// needed: of keys and values, of the entries of dicts among the values, and of the tensors in both. The processor then
-// waits for the memory of many items at once; see TorchFunctions::Touch. REQUIRES: the dict outlives it.
+// Runs some items ahead of the pickler, and reads a word of each cache line that the pickler will need: of keys and
+// values, of the entries of dicts among the values, and of the tensors in both. So the processor waits for the memory
+// of many items at once; see TorchFunctions::Touch. REQUIRES: the dict outlives this object.
 class [[gnu::visibility("hidden")]] DictAhead {
  public:
   struct Torch {

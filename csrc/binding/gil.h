@@ -1,8 +1,8 @@
-// The GIL, given away while a thread waits or moves bytes, and taken back.
+// Releases the GIL while a thread waits or moves bytes, and takes it back.
 //
 // At shutdown Python ends every other thread that requests the GIL, by pthread_exit. That is a forced unwinding: it
 // calls std::terminate at the first noexcept destructor, such as those of pybind11's guards, and would run destructors
-// that need the GIL. A thread that meets it here stops for good, as in Python 3.14, and the process ends without it.
+// that need the GIL. Here such a thread stops for ever, as in Python 3.14, and the process ends without it.
 #pragma once
 
 #include <Python.h>
@@ -11,7 +11,7 @@
 
 namespace fastpersist {
 
-// Runs `ask`, a call of Python that returns with the GIL.
+// Runs `ask`, a call into Python that returns holding the GIL.
 template <class Ask>
 auto TakeGil(Ask&& ask) {
   try {

@@ -1,6 +1,6 @@
-// Which tensors hold the sources of a file, which of those an owner has, and whether one was changed since. Training
-// waits for the answers, and a state may have many thousands of tensors: no line of Python runs for each.
-// fastpersist/saving/capture.py says what the answers are for.
+// Finds which tensors hold the sources of a file, which sources belong to an owner (an optimizer), and whether one has
+// changed since. Training waits for the answers, and a state may have many thousands of tensors, so no Python code runs
+// for each tensor. fastpersist/saving/capture.py says what the answers are for.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -24,7 +24,7 @@ namespace py = pybind11;
 namespace fastpersist {
 namespace {
 
-// What is asked of tensors here. Those of a subclass may answer in their own way.
+// The queries on tensors. Tensors of a subclass may answer in their own way.
 class [[gnu::visibility("hidden")]] Questions {
  public:
   Questions(const py::type& tensor, py::type parameter, const py::type& storage,
@@ -43,7 +43,7 @@ class [[gnu::visibility("hidden")]] Questions {
     return type == tensor_.ptr() || type == parameter_.ptr();
   }
 
-  // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
+  // Returns a tensor's version; kNoVersion for an inference tensor, which has no counter.
   int64_t VersionOf(PyObject* tensor) const {
     if (!IsPlain(tensor)) return VersionSaid([&] { return py::handle(tensor).attr("_version"); });
     if (const auto version = functions_ != nullptr ? functions_->Version(tensor) : std::nullopt) return *version;
@@ -56,7 +56,7 @@ class [[gnu::visibility("hidden")]] Questions {
                                  : AsUnsigned(key_.Of(untyped_storage_.Of(tensor).ptr()));
   }
 
-  // Reads the memory of the plain ones among the first kTouchCount tensors; see TorchFunctions::Touch.
+  // Prefetches the memory of the plain tensors among the first kTouchCount; see TorchFunctions::Touch.
   void Touch(std::span<PyObject* const> tensors) const {
     if (functions_ == nullptr) return;
     std::array<PyObject*, kTouchCount> plain;
@@ -73,7 +73,7 @@ class [[gnu::visibility("hidden")]] Questions {
   uint64_t SizeOf(PyObject* storage) const { return AsUnsigned(size_.Of(storage)); }
 
  private:
-  const std::shared_ptr<const TorchFunctions> functions_;  // null: Python's attributes are asked
+  const std::shared_ptr<const TorchFunctions> functions_;  // null: Python's attributes are read
   const py::type tensor_, parameter_;
   const Asked version_, untyped_storage_, key_, address_, size_;
 };
@@ -83,12 +83,12 @@ std::span<PyObject* const> ObjectsIn(const py::list& list) {
   return {reinterpret_cast<PyListObject*>(list.ptr())->ob_item, list.size()};
 }
 
-// Tensors with the sources that they hold, and their counts of changes at one moment.
+// Tensors with the sources that they hold, and their versions at one moment.
 class [[gnu::visibility("hidden")]] Counters {
  public:
   explicit Counters(std::shared_ptr<const Questions> questions) : questions_(std::move(questions)) {}
 
-  // Expects tensors of a list, which holds them and is not changed any more.
+  // Makes room for the tensors of a list; the list keeps them alive, and must not change any more.
   void Expect(const py::list& tensors) {
     lists_.push_back(tensors);
     const size_t count = tensors_.size() + tensors.size();
@@ -103,7 +103,7 @@ class [[gnu::visibility("hidden")]] Counters {
     versions_.push_back(version);
   }
 
-  // Returns the sources that were changed since, ascending.
+  // Returns the sources that have changed since, in ascending order.
   std::vector<uint32_t> Changed() const {
     std::vector<uint32_t> found;
     for (size_t i = 0; i < versions_.size(); i++) {
@@ -123,10 +123,10 @@ class [[gnu::visibility("hidden")]] Counters {
   std::vector<int64_t> versions_;
 };
 
-// Where the storages of some sources lie.
+// The addresses and sizes of the storages of some sources.
 class [[gnu::visibility("hidden")]] Places {
  public:
-  //   sources                           the ones of which it is asked
+  //   sources                           the sources to watch
   //   storages, addresses, sizes_bytes  of all sources; the list is not changed any more
   Places(std::shared_ptr<const Questions> questions, std::vector<uint32_t> sources, py::list storages,
          std::vector<uint64_t> addresses, std::vector<uint64_t> sizes_bytes)
@@ -136,7 +136,7 @@ class [[gnu::visibility("hidden")]] Places {
         addresses_(std::move(addresses)),
         sizes_bytes_(std::move(sizes_bytes)) {}
 
-  // Returns a source whose storage has other memory, or another length.
+  // Returns a source whose storage now has another address or another length.
   std::optional<uint32_t> Moved() const {
     for (const uint32_t source : sources_) {
       PyObject* const storage = PyList_GET_ITEM(storages_.ptr(), Py_ssize_t(source));
@@ -156,8 +156,8 @@ class [[gnu::visibility("hidden")]] Places {
 
 // The sources that the tensors of an owner hold.
 struct [[gnu::visibility("hidden")]] Owned {
-  std::vector<uint32_t> sources;  // the first with each storage
-  py::list others;                // tensors by which the object does not hold them
+  std::vector<uint32_t> sources;  // for each storage, its first source
+  py::list others;                // tensors with such storages outside of the saved object
   std::vector<uint32_t> other_sources;
 };
 
@@ -201,7 +201,7 @@ class [[gnu::visibility("hidden")]] HeldSources {
   }
 
   // Finds what tensors hold.
-  //   keys_of  of a tensor that is not plain, the keys of the storages inside it
+  //   keys_of  returns the keys of the storages inside a tensor that is not plain
   Owned OwnedBy(const py::list& tensors, const py::function& keys_of) const {
     Owned owned;
     owned.sources.reserve(tensors.size());
@@ -245,8 +245,8 @@ class [[gnu::visibility("hidden")]] HeldSources {
     }
   }
 
-  // Counts the changes of all tensors that hold sources of a kind: those of the object, and those of owners. Sources
-  // with a storage that is held by a tensor that does not count get another kind.
+  // Notes the versions of all tensors that hold sources of a kind: tensors of the object, and of owners. If a tensor
+  // without a version counter holds a storage, the sources of that storage get another kind.
   std::unique_ptr<Counters> Watch(const py::bytearray& kinds, uint8_t kind, uint8_t kind_in_doubt,
                                   const std::vector<const Owned*>& owners) const {
     uint8_t* const of_source = KindsIn(kinds);
@@ -280,7 +280,7 @@ class [[gnu::visibility("hidden")]] HeldSources {
     return Watch(kinds, kind, kind_in_doubt, owners);
   }
 
-  // Notes where the storages of the sources of a kind lie.
+  // Notes addresses and sizes of the storages of the sources of a kind.
   //   storages, addresses, sizes_bytes  of all sources
   std::unique_ptr<Places> PlacesOf(const py::bytearray& kinds, uint8_t kind, const py::list& storages,
                                    const py::object& addresses, const py::object& sizes_bytes) const {
@@ -337,7 +337,7 @@ class [[gnu::visibility("hidden")]] HeldSources {
   std::vector<uint32_t> first_holders_;  // of each source
 };
 
-// Appends the tensors in the values of a dict, and in those of dicts among these, as ownership._add_tensors does.
+// Appends the tensors among the values of a dict and of its nested dicts, as ownership._add_tensors does.
 //   add  add(value, found) for all other values
 void AddTensors(const py::dict& values, py::list found, const py::type& tensor, const py::function& add) {
   const auto add_one = [&](PyObject* value) {

@@ -1,4 +1,4 @@
-// What a pickle consists of, and the memo of what was written, as CPython's _pickle.c keeps it.
+// The output of a pickler: opcodes, a byte buffer, and the memo of written objects, as in CPython's _pickle.c.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,8 +16,8 @@ namespace fastpersist {
 
 inline uintptr_t AddressOf(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
 
-// Objects that were written, by identity, with their numbers. It holds a reference to each, as Python's does: the
-// identity of an object that was made on the way must not become another's.
+// The written objects, by identity, with their numbers. It holds a reference to each, as Python's memo does: otherwise
+// the address of a temporary object could become another object's.
 class Memo {
  public:
   struct Sizes {
@@ -41,20 +41,21 @@ class Memo {
     return count_++;
   }
 
-  // Numbers an object to which nobody refers, so that it cannot come again.
+  // Numbers an object that nothing else refers to, so the pickler cannot meet it again.
   uint32_t AddUnseen() { return count_++; }
 
-  // Numbers an object to which only a dict refers, all of which is written now. Unless code of an object brings it
-  // again, it does not come again, and is not looked for.
+  // Numbers an object to which only the dict refers that is being written. The pickler can meet it again only through
+  // code of an object, so it is not looked up until such code has run.
   uint32_t AddOfOneDict(PyObject* object) {
     if (knows_all_) return Add(object);
     of_one_dict_.emplace_back(Py_NewRef(object), count_);
     return count_++;
   }
 
-  // From now on any object may come again. To be called before code of an object runs.
+  // From now on the pickler may meet any object again. Call this before code of an object runs.
   void KnowAll() {
-    numbers_.Expect(numbers_.count() + of_one_dict_.size());  // the rest cannot fail, which would drop objects twice
+    numbers_.Expect(numbers_.count() +
+                    of_one_dict_.size());  // the rest cannot fail; a failure would drop objects twice
     knows_all_ = true;
     for (const auto& [object, number] : of_one_dict_) numbers_.FindOrAdd(AddressOf(object), number);
     of_one_dict_.clear();
@@ -108,7 +109,8 @@ enum Opcode : char {
   kLong1 = '\x8a',
 };
 
-// Grows like a string, but a byte takes no call, and the end is Python's bytes object without a copy.
+// A byte buffer that grows like a string. Appending a byte takes no call, and Finish returns a Python bytes object
+// without a copy.
 class Bytes {
  public:
   Bytes() : bytes_(PyBytes_FromStringAndSize(nullptr, 1 << 16)) {
@@ -125,7 +127,7 @@ class Bytes {
     *next_++ = byte;
   }
 
-  // Returns where so many bytes can be put; Taken() says where they end.
+  // Returns a place for so many bytes; Taken() sets where they end.
   char* Room(size_t size) {
     if (size > size_t(end_ - next_)) Grow(size);
     return next_;
@@ -143,7 +145,7 @@ class Bytes {
   }
   size_t size() const { return size_t(next_ - PyBytes_AS_STRING(bytes_)); }
 
-  // REQUIRES: nothing is put any more.
+  // REQUIRES: nothing is appended afterwards.
   pybind11::object Finish() {
     Resize(Py_ssize_t(size()));
     return pybind11::reinterpret_steal<pybind11::object>(std::exchange(bytes_, nullptr));
@@ -174,8 +176,8 @@ struct PickleSizes {
   Memo::Sizes memo;
 };
 
-// The largest of the last pickles. A state with many tensors is probably one that was saved before, and its pickle need
-// not grow step by step. The GIL guards it.
+// The sizes of the largest recent pickle. A state with many tensors was probably saved before, so the buffer of its
+// pickle is allocated in one step. Guarded by the GIL.
 class ExpectedSizes {
  public:
   const PickleSizes& largest() const { return largest_; }

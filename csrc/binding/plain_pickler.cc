@@ -27,19 +27,19 @@ namespace py = pybind11;
 namespace fastpersist {
 namespace {
 
-// Thrown where only Python's pickler can go on.
+// Thrown if the object holds something that only Python's pickler can write.
 struct NotPlain : std::exception {};
 
 constexpr int kBatchCount = 1000;      // items after one MARK
-constexpr size_t kManyStorages = 512;  // a state of so many is expected to be about as large as the ones before
+constexpr size_t kManyStorages = 512;  // from so many on, the pickle is expected to be about as large as the last ones
 
 PyObject* Interned(const char* text) {
   PyObject* const made = PyUnicode_InternFromString(text);
   if (made == nullptr) throw py::error_already_set();
-  return made;  // kept for good, as all that is interned by name
+  return made;  // never freed, like all interned names
 }
 
-// What is asked of a tensor.
+// The properties of a tensor.
 struct TensorFacts {
   explicit TensorFacts(const py::object& tensor)
       : untyped_storage(tensor, "untyped_storage"),
@@ -59,10 +59,10 @@ struct TensorFacts {
 
   const Asked untyped_storage, storage_offset, shape, stride, requires_grad, dtype, backward_hooks;
   const Asked is_neg, is_conj, version, is_cpu, is_cuda;
-  std::optional<Asked> has_names;  // of a torch whose tensors may have names
+  std::optional<Asked> has_names;  // only if this torch has named tensors
 };
 
-// Names of attributes and methods, and texts of a pickle, each made once.
+// Names of attributes and methods, and strings of the pickle, each created once.
 struct Names {
   PyObject* const dict = Interned("__dict__");
   PyObject* const name = Interned("__name__");
@@ -78,7 +78,7 @@ const Names& N() {
   return *names;
 }
 
-// An object that comes again and again, with its number once it has one.
+// An object that is written repeatedly, with its memo number once it has one.
 struct Repeated {
   PyObject* object;
   std::optional<uint32_t> number;
@@ -119,11 +119,11 @@ class PlainPickler {
 
  private:
   struct Storage {
-    uint32_t key = 0;                // number of the text that is its key in the file
+    uint32_t key = 0;                // memo number of the string that is its key in the file
     PyObject* only_class = nullptr;  // the one that may stand for it; null: it has no address, and any may
   };
 
-  // How tensors of a dtype are made again; see TorchTypes::rebuild_by_dtype.
+  // How tensors of a dtype are rebuilt; see TorchTypes::rebuild_by_dtype.
   struct Rebuild {
     PyObject* dtype;
     int32_t dtype_number;  // TorchFunctions' one; negative if it was not asked
@@ -209,7 +209,7 @@ class PlainPickler {
 
   // --- objects of Python
 
-  //   is_of_one_dict  nobody but a dict that is written now refers to it
+  //   is_of_one_dict  only a dict that is being written refers to it
   void Save(PyObject* object, bool is_of_one_dict = false) {
     PyTypeObject* const type = Py_TYPE(object);
     if (object == Py_None) return Put(kNone);
@@ -224,7 +224,7 @@ class PlainPickler {
     struct Leave {
       ~Leave() { Py_LeaveRecursiveCall(); }
     } const leave;
-    const py::object kept = py::reinterpret_borrow<py::object>(object);  // a __reduce_ex__ on the way may drop it
+    const py::object kept = py::reinterpret_borrow<py::object>(object);  // a __reduce_ex__ called meanwhile may drop it
     if (type == &PyBytes_Type) return SaveBytes(object);
     if (type == &PyByteArray_Type) return SaveByteArray(object);
     if (type == &PyDict_Type) return SaveDict(object, is_of_one_dict);
@@ -251,7 +251,7 @@ class PlainPickler {
     const uint64_t bits = AsUnsigned(number.attr(N().bit_length)());
     const auto bytes = number.attr("to_bytes")(bits / 8 + 1, "little", py::arg("signed") = true).cast<std::string>();
     size_t size = bytes.size();
-    // Python leaves out one byte of signs, of negative numbers only.
+    // For negative numbers only, Python omits a redundant sign byte.
     if (size > 1 && bytes[size - 1] == '\xff' && (bytes[size - 2] & 0x80) != 0) size--;
     if (size > 0xff) throw NotPlain{};
     Put(kLong1);
@@ -298,7 +298,7 @@ class PlainPickler {
     if (size == 0) return Put(kEmptyTuple);
     if (size > 3) Put(kMark);
     for (Py_ssize_t i = 0; i < size; i++) Save(PyTuple_GET_ITEM(object, i));
-    if (memo_.Find(object) != nullptr) throw NotPlain{};  // it holds itself
+    if (memo_.Find(object) != nullptr) throw NotPlain{};  // it contains itself
     Put(size > 3 ? char(kTuple) : char(kTuple1 + size - 1));
     Memoize(object);
   }
@@ -338,7 +338,7 @@ class PlainPickler {
       Save(key, !shares_keys && IsOfOneDict(key, 1));
       Save(value, is_ours && !memo_.knows_all());
       if (PyDict_GET_SIZE(object) != size) throw NotPlain{};
-      if (++count % kBatchCount == 0 && size > 1) {  // another batch follows, be it empty
+      if (++count % kBatchCount == 0 && size > 1) {  // another batch follows, even if it is empty
         Put(kSetItems);
         Put(kMark);
       }
@@ -346,8 +346,8 @@ class PlainPickler {
     Put(size == 1 ? kSetItem : kSetItems);
   }
 
-  // Whether the one dict that is written now, and who holds `count` - 1 references meanwhile, alone refer to an object.
-  // Nobody can bring it again but code of an object, which has not run.
+  // Whether an object has only `count` references: one of the dict that is being written, and `count` - 1 temporary
+  // ones. Then only code of an object could bring it to the pickler again, and none has run.
   bool IsOfOneDict(PyObject* object, Py_ssize_t count) const {
     return Py_REFCNT(object) == count && !memo_.knows_all();
   }
@@ -409,7 +409,7 @@ class PlainPickler {
       Save(arguments.ptr());
       Put(kReduce);
     }
-    if (memo_.Find(object) != nullptr) throw NotPlain{};  // it was reduced to something that holds it
+    if (memo_.Find(object) != nullptr) throw NotPlain{};  // it was reduced to something that contains it
     Memoize(object);
     const auto save_item = [this](PyObject* item) { Save(item); };
     std::optional<DictAhead> ahead;
@@ -482,12 +482,12 @@ class PlainPickler {
                                        : !of_tensor_.backward_hooks.Of(tensor).is_none();
   }
 
-  // A tensor, and what DLPack says of it.
+  // A tensor and its DLPack description.
   struct Described {
     PyObject* tensor;
     DenseTensor dense;
-    bool is_dense;                    // it says something
-    const TorchFunctions* functions;  // null: Python's attributes are asked
+    bool is_dense;                    // DLPack describes it
+    const TorchFunctions* functions;  // null: Python's attributes are read
   };
 
   Described Describe(PyObject* tensor) const {
@@ -503,14 +503,14 @@ class PlainPickler {
   }
 
   void SaveTensor(PyObject* tensor, bool is_of_one_dict) {
-    const py::object kept = py::reinterpret_borrow<py::object>(tensor);  // a list may lose it to another thread
+    const py::object kept = py::reinterpret_borrow<py::object>(tensor);  // another thread may remove it from a list
     if (HasAttributes(tensor) || HasBackwardHooks(tensor)) throw NotPlain{};
     const Described described = Describe(tensor);
     PutTensor(described, RequiresGrad(described));
     Memoize(tensor, is_of_one_dict);
   }
 
-  // torch reduces it to its data, a tensor of the same storage that requires no gradient.
+  // torch reduces a parameter to its data, a tensor with the same storage that requires no gradient.
   void SaveParameter(PyObject* parameter) {
     if (HasAttributes(parameter)) throw NotPlain{};
     const Described described = Describe(parameter);
@@ -526,8 +526,8 @@ class PlainPickler {
     Memoize(parameter);
   }
 
-  // Put the call that makes a plain tensor. Sparse, nested and opaque tensors, those on the meta device and ZeroTensors
-  // raise an error, because they have no storage, no strides or no address.
+  // Put the call that rebuilds a plain tensor. Sparse, nested and opaque tensors, those on the meta device and
+  // ZeroTensors raise an error, because they have no storage, no strides or no address.
   void PutTensor(const Described& described, bool requires_grad) {
     const auto& [tensor, dense, is_dense, functions] = described;
     const bool is_on_host =
@@ -540,7 +540,7 @@ class PlainPickler {
     const int64_t offset = functions != nullptr ? functions->StorageOffset(tensor) : OffsetOf(tensor);
     PutRepeated(rebuild.function);
     Put(kMark);
-    // The storage begins where a tensor begins that is the first in it.
+    // A tensor with offset 0 begins where its storage begins.
     PutStorage(described, is_on_host, rebuild, is_dense && offset == 0 ? dense.address() : 0);
     PutInt(offset);
     if (is_dense) {
@@ -571,7 +571,7 @@ class PlainPickler {
     return offset.cast<int64_t>();
   }
 
-  // Returns how often a tensor was changed in place; kNoVersion of an inference tensor, which does not count.
+  // Returns a tensor's version; kNoVersion for an inference tensor, which has no counter.
   int64_t VersionOf(const Described& of) const {
     if (of.functions != nullptr) {
       if (const std::optional<int64_t> version = of.functions->Version(of.tensor)) return *version;
@@ -598,7 +598,7 @@ class PlainPickler {
                          .storage_class = {PyTuple_GET_ITEM(found, 1), {}},
                          .element_bytes = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(found, 2)),
                          .gets_dtype = PyTuple_GET_ITEM(found, 3) == Py_True,
-                         // Of others, torch does not let the conjugate bit be set.
+                         // torch allows the conjugate bit only for complex dtypes.
                          .may_be_conjugate = dtype.attr("is_complex").cast<bool>()});
     return rebuilds_.back();
   }
@@ -670,7 +670,7 @@ class PlainPickler {
     memo_.Expect(memo);
   }
 
-  // Returns the index of a storage, which is the next one if it is new, and whether it is.
+  // Returns the index of a storage, and whether the storage is new: then the index is the next one.
   std::pair<uint32_t, bool> IndexOf(PyObject* storage, uint64_t address) {
     const auto next = uint32_t(storages_.size());
     if (address != 0 && !has_run_code_) {
@@ -680,7 +680,7 @@ class PlainPickler {
     return index_of_other_.FindOrAdd(AddressOf(storage), next);
   }
 
-  // From now on a storage may lie elsewhere than when it was met.
+  // From now on, a storage that was met before may have another address.
   void NoteRunCode() {
     if (std::exchange(has_run_code_, true)) return;
     for (uint32_t index = 0; index < storages_.size(); index++) {
@@ -688,7 +688,7 @@ class PlainPickler {
     }
   }
 
-  // A new tuple of what a shape or strides hold.
+  // Put a new tuple with the numbers of a shape or strides.
   void PutNumbers(const py::object& numbers) {
     if (!PyTuple_Check(numbers.ptr())) throw NotPlain{};
     numbers_.clear();
@@ -727,9 +727,9 @@ class PlainPickler {
   std::vector<int64_t> numbers_;
   std::vector<Storage> storages_;
   AddressTable first_at_;        // the first storage at an address
-  AddressTable index_of_other_;  // of the others by their objects, which live_storages_ holds; of all once code has run
+  AddressTable index_of_other_;  // by object, in live_storages_: storages without address; all once code has run
   py::list live_storages_;
-  std::vector<uint64_t> keys_;  // of each what identifies it while it lives: its _cdata
+  std::vector<uint64_t> keys_;  // the _cdata of each, which identifies it while it lives
   std::vector<uint64_t> addresses_, sizes_;
   bool are_on_host_ = true;
   py::list holders_;               // the tensors
@@ -748,7 +748,8 @@ py::object PicklePlain(const py::object& object, const TorchTypes& torch) {
     PyErr_Clear();
     return py::none();
   } catch (const py::error_already_set& error) {
-    // Others, of torch and of Python, mean that the object is not plain. Python's pickler raises them if it has to.
+    // Other errors, of torch or Python, mean that the object is not plain. Python's pickler then meets them again, if
+    // they are real.
     if (pickler.is_in_object() || !error.matches(PyExc_Exception)) throw;
     return py::none();
   }

@@ -9,7 +9,7 @@
 
 namespace fastpersist {
 
-// What Python knows about torch, for PicklePlain.
+// Objects of Python and torch that PicklePlain needs.
 struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
   pybind11::object tensor;                         // torch.Tensor
   pybind11::object parameter;                      // torch.nn.Parameter
@@ -23,18 +23,18 @@ struct [[gnu::visibility("hidden")]] TorchTypes {  // as what it holds
   pybind11::object global_opcode;  // global_opcode(class or function): the opcode that names it, or None
   pybind11::object location_of;    // location_of(storage): torch's tag of its device
   bool is_host_tagged_cpu;         // location_of would say "cpu" of each storage of the host
-  std::shared_ptr<const TorchFunctions> functions;  // null: tensors are asked by Python's attributes
+  std::shared_ptr<const TorchFunctions> functions;  // null: Python's attributes of tensors are read instead
 };
 
-// Returns (pickle, storages, facts, tensors, for each tensor the index of its storage) as skeleton.py's pickler makes
-// them, byte for byte. Facts are those of sources.py's StorageFacts; or None if an object's own code has run, which may
-// have changed a storage that was met before. Returns None if the object holds something that only that pickler knows
-// how to write. An error that the object's own code raises goes through, as there. After None that pickler reduces
-// again what was reduced here.
+// Returns (pickle, storages, facts, tensors, for each tensor the index of its storage), byte for byte as skeleton.py's
+// pickler makes them. Facts are those of sources.py's StorageFacts, or None if an object's own code has run, since that
+// may have changed a storage that was met before. Returns None if the object holds something that only skeleton.py's
+// pickler can write; that pickler then reduces again the objects that were reduced here. An error of the object's own
+// code is raised unchanged, as there.
 //
 // It follows CPython's _pickle.c at protocol 2: the same opcodes, the same numbers in the memo, the same batches. Each
-// object is reduced as there, by copyreg or its __reduce_ex__, except for plain tensors: what these would be reduced to
-// is written from their attributes. REQUIRES: the GIL is held.
+// object is reduced as there, by copyreg or its __reduce_ex__, except for plain tensors: the result of their reduction
+// is written directly from their attributes. REQUIRES: the GIL is held.
 pybind11::object PicklePlain(const pybind11::object& object, const TorchTypes& torch);
 
 }  // namespace fastpersist

@@ -30,7 +30,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Whether requests keep the owners of their memory for good. Guarded by the GIL.
+// Whether requests never drop the owners of their memory. Guarded by the GIL.
 bool owners_stay = false;
 
 // A request, the path for its errors, and the owner of its memory. The owner needs the GIL.
@@ -45,7 +45,7 @@ struct PyRequest {
     if (status.ok()) return;
     request->SetTold();
     if (status.code() != StatusCode::kDeviceError) Throw(status, path);
-    // The messages of devices name no file.
+    // Errors of devices name no file.
     const uint64_t offset_bytes = request->failed_part().offset_bytes + request->failed_part_done_bytes();
     const std::string what = request->op() == IoOp::kRead ? "reading " : "writing ";
     Throw(Status::Error(status.code(),
@@ -54,8 +54,8 @@ struct PyRequest {
   }
   // Drop the owner of the memory; its destructor may run code that calls back here. REQUIRES: the GIL is held.
   void LetGo() {
-    // Once Python ends, a thread that frees a tensor would end the process with std::terminate: torch gives the GIL
-    // away meanwhile, and takes it back by the guards that gil.h describes.
+    // At the end of Python, a thread that frees a tensor would end the process with std::terminate: torch releases the
+    // GIL for this, and takes it back with the guards that gil.h describes.
     if (owners_stay) memory_owner.release();
     request->Drop();
     const py::object last = std::exchange(memory_owner, py::none());

@@ -25,7 +25,7 @@ struct TransferOptions {
   std::optional<int> ring_device;  // the device whose memory the ring is; none: host memory
 };
 
-// Over all rings of this process: all buffers; those without a transfer; those in quarantine.
+// Counts over all rings of this process: all buffers; buffers without a transfer; buffers in quarantine.
 size_t RingBufferCount();
 size_t RingFreeCount();
 size_t RingQuarantinedCount();
@@ -41,7 +41,7 @@ class OpenTransfer {
   OpenTransfer& operator=(const OpenTransfer&) = delete;
 
   BufferPool& buffers() { return *buffers_; }
-  // The device whose memory the buffers are; null: the host's.
+  // The device whose memory the buffers are; null: host memory.
   Device* ring_device() const { return ring_device_; }
 
  private:

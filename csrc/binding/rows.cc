@@ -31,13 +31,14 @@ std::span<const int64_t> IdsAt(uintptr_t address, size_t count) {
   return {reinterpret_cast<const int64_t*>(address), count};
 }
 
-// Keep what belongs to the parent of a forked child, until the child ends.
+// In a forked child: keep an object of the parent alive until the child ends.
 void LeaveAlone(std::shared_ptr<void> object) noexcept {
   static auto* const kept = new std::vector<std::shared_ptr<void>>;  // NOLINT(bugprone-unhandled-exception-at-new)
   kept->push_back(std::move(object));
 }
 
-// A request, and the owner of its result. When it goes, it is cancelled first, so nobody writes to the memory later.
+// A request, and the owner of its result. The destructor first cancels the request, so nobody writes to the memory
+// later.
 class PyRowRequest {
  public:
   PyRowRequest(std::shared_ptr<RowRequest> request, py::object owner)
@@ -60,7 +61,7 @@ class PyRowRequest {
   }
   void RaiseFailure() const {
     const Status& status = request_->status();
-    // Not an interruption, which would be raised as such: the caller asks for rows that were given up.
+    // This is no interruption, which would raise its own exception: the caller asks for rows of a cancelled request.
     if (status.code() == StatusCode::kCancelled)
       Throw(Status::Error(StatusCode::kInvalidArgument, status.message()), {});
     ThrowIfError(status, request_->failed_path());
@@ -76,7 +77,7 @@ class PyRowRequest {
   const py::object owner_;
 };
 
-// Where a device brings cached rows of some ids.
+// Where a device puts cached rows of some ids.
 struct DeviceGather {
   std::span<const int64_t> ids;
   uint32_t batch;
@@ -87,7 +88,7 @@ struct DeviceGather {
   size_t found_count_min;  // if fewer are cached, none is taken
 };
 
-// Have a device copy cached rows, and wait for it. Returns how many ids are left, which are all if none was taken.
+// Let a device copy cached rows, and wait for it. Returns how many ids are left: all, if it took none.
 Result<size_t> GatherCached(RowStore& store, Device& device, const DeviceGather& of) {
   Result<RowKernel> kernel = RowKernel::Load(device, store.table().row_bytes());
   if (!kernel.ok()) return kernel.status();
@@ -96,7 +97,7 @@ Result<size_t> GatherCached(RowStore& store, Device& device, const DeviceGather&
   const auto start = [&](std::span<const int32_t> slots, const int32_t* places) {
     return kernel.value().Start(of.stream, store.cache_bytes(), of.target, slots, places);
   };
-  // However this ends, nothing reads the rows any more when the hold ends.
+  // However this function ends, nothing reads the rows any more when the hold ends.
   struct Hold {
     ~Hold() {
       waited = kernel.Wait(stream);

@@ -1,4 +1,4 @@
-// What the native module asks tensors and storages, through the types that torch has made for Python.
+// Reads properties of tensors and storages through torch's Python types.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,11 +19,11 @@ inline uint64_t AsUnsigned(pybind11::handle number) {
   return value;
 }
 
-// In place of the count of changes of a tensor that does not count.
+// Stands for the version of a tensor that has no version counter.
 constexpr int64_t kNoVersion = -1;
 
-// An attribute of a class, or a method without arguments. It is looked up once, and its function is called as the
-// interpreter would: with thousands of tensors, all that lies between takes as long as the answer.
+// An attribute of a class, or a method without arguments. It is looked up once, and its C function is called directly:
+// with thousands of tensors, the interpreter's usual path would take as long as the function itself.
 class [[gnu::visibility("hidden")]] Asked {
  public:
   Asked(const pybind11::object& type, const char* name) : descriptor_(type.attr(name)) {
@@ -55,8 +55,8 @@ class [[gnu::visibility("hidden")]] Asked {
   PyCFunction method_ = nullptr;
 };
 
-// How often a tensor was changed in place, as `ask` has Python say it; kNoVersion of an inference tensor, which does
-// not count.
+// A tensor's version (its count of in-place changes), which `ask` reads from Python; kNoVersion for an inference
+// tensor, which has no counter.
 template <class Ask>
 int64_t VersionSaid(const Ask& ask) {
   try {

@@ -16,7 +16,7 @@ namespace fastpersist {
 namespace {
 
 constexpr size_t kWord = sizeof(void*);
-constexpr size_t kWordsOfTensor = 8;  // of the first words of a C++ tensor, which has more, one is its storage
+constexpr size_t kWordsOfTensor = 8;  // one of the first words of a C++ tensor is its storage
 constexpr size_t kLine = 64;
 constexpr size_t kTensorLines = 3, kStorageLines = 2;
 
@@ -26,7 +26,7 @@ uint64_t WordAt(const void* start, size_t offset) {
   return word;
 }
 
-// Returns the only offset below `end` at which each of many structures has the word that belongs to it.
+// Returns the only offset below `end` at which every structure has its expected word.
 std::optional<size_t> OffsetOf(const std::vector<std::pair<const void*, uint64_t>>& structures, size_t start,
                                size_t end) {
   std::optional<size_t> found;
@@ -44,8 +44,8 @@ const void* ImplOfObject(const py::object& tensor) {
   return reinterpret_cast<const void*>(AsUnsigned(tensor.attr("_cdata")));
 }
 
-// Returns the only offset in a C++ tensor at which it points to what counts its changes: detach() has the same counter,
-// and `.data` its own.
+// Returns the only offset in a C++ tensor that holds the pointer to its version counter: detach() shares the counter,
+// and `.data` has its own.
 std::optional<size_t> OffsetOfCounter(const py::list& samples) {
   std::optional<size_t> found;
   for (size_t offset = kWord; offset < kWordsOfTensor * kWord; offset += kWord) {
@@ -72,7 +72,7 @@ bool FindFunction(void* library, const char* name, Function*& function) {
 
 std::shared_ptr<const TorchFunctions> TorchFunctions::Find(const std::string& library, const py::object& tensor,
                                                            const py::object& storage, const py::list& samples) {
-  void* const opened = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // dlsym also looks in what it needs
+  void* const opened = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);  // dlsym searches its dependencies, too
   if (opened == nullptr) return nullptr;
   auto found = std::make_shared<TorchFunctions>();
   const bool has_all = FindFunction(opened, "aoti_torch_get_storage_offset", found->storage_offset_) &&
@@ -85,7 +85,7 @@ std::shared_ptr<const TorchFunctions> TorchFunctions::Find(const std::string& li
   bool is_right = false;
   try {
     is_right = has_all && found->FindPlaces(samples) && found->AgreesWithPython(tensor, storage, samples);
-  } catch (const py::error_already_set& error) {  // a sample does not say what it is
+  } catch (const py::error_already_set& error) {  // a sample raises an error
     if (!error.matches(PyExc_Exception)) throw;
   }
   dlclose(opened);  // torch keeps it loaded

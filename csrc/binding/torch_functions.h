@@ -1,4 +1,4 @@
-// What a tensor is, asked of torch's C++ functions in place of Python's attributes.
+// Reads properties of tensors by torch's C++ functions instead of Python's attributes.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,20 +11,20 @@
 
 namespace fastpersist {
 
-// An attribute of Python takes 25 to 60 ns, most of it to prepare for warnings and errors; the function behind it takes
-// 2 to 6 ns, and the processor goes on to the next one while memory answers.
+// Reading a Python attribute takes 25 to 60 ns, mostly to prepare for warnings and errors. The C++ function behind it
+// takes 2 to 6 ns, and the processor starts the next call while it waits for memory.
 //
-// Torch is not there when this is built, so its functions are found by name while the program runs: three of the C
-// functions that it keeps stable (torch/csrc/inductor/aoti_torch/c/shim.h), and four of C++, whose names hold the types
-// of their arguments. The offsets of other fields are found by comparing sample tensors with their Python attributes.
-// All of it must agree with Python's attributes on samples; else none of it is used.
+// Building does not need torch, so its functions are looked up by name at run time: three C functions of its stable
+// interface (torch/csrc/inductor/aoti_torch/c/shim.h), and four C++ functions, whose mangled names contain the types of
+// their arguments. The offsets of other fields are found by comparing sample tensors with their Python attributes. If
+// any result differs from Python's attributes on the samples, none of the functions is used.
 //
 // REQUIRES, of all calls: the object's type is torch.Tensor or Parameter, and the GIL is held. StorageOffset,
 // StorageBytes and Strides: the tensor has storage and strides, as DenseTensors::Describe finds out; else torch prints
 // an error.
 class [[gnu::visibility("hidden")]] TorchFunctions {
  public:
-  // Returns null where a function is missing, or says something else than Python.
+  // Returns null if a function is missing, or disagrees with Python.
   //   library       the path of torch._C
   //   tensor        torch.Tensor
   //   storage       torch.UntypedStorage
@@ -44,14 +44,14 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
     return uint64_t(size_bytes);
   }
 
-  // The strides, one for each dimension; they belong to the tensor.
+  // The strides, one for each dimension; the tensor owns the array.
   const int64_t* Strides(PyObject* tensor) const {
     int64_t* strides = nullptr;
     strides_(HandleOf(tensor), &strides);
     return strides;
   }
 
-  // A number for the dtype; no other dtype has it.
+  // A number that identifies the dtype.
   int32_t DtypeNumber(PyObject* tensor) const {
     int32_t number = 0;
     dtype_(HandleOf(tensor), &number);
@@ -65,7 +65,7 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
     return *reinterpret_cast<PyObject* const*>(reinterpret_cast<const char*>(tensor) + hooks_offset_) != nullptr;
   }
 
-  // Returns how often it was changed in place; nothing if it raises an error instead, as an inference tensor does.
+  // Returns the tensor's version; nothing if Python would raise an error, as for an inference tensor.
   std::optional<int64_t> Version(PyObject* tensor) const {
     try {
       return version_(HandleOf(tensor));
@@ -74,12 +74,11 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
     }
   }
 
-  // What the `_cdata` of its storage would say; 0 without a storage.
+  // The `_cdata` of the tensor's storage; 0 without a storage.
   uint64_t StorageKey(PyObject* tensor) const { return reinterpret_cast<uint64_t>(StorageOf(tensor)); }
 
-  // Reads a word of each cache line that the other calls need, of many tensors: the processor waits for the memory of
-  // all at once, and not for one behind the other. A prefetch gains nothing where it is dropped because the processor
-  // would have to look up the page.
+  // Reads a word of each cache line that the other calls need, for many tensors: so the processor waits for the memory
+  // of all of them at once, and not one after the other. A prefetch instruction would be dropped on a TLB miss.
   void Touch(std::span<PyObject* const> tensors) const;
 
   // Reads a word of a cache line, for the same reason.

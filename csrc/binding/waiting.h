@@ -1,4 +1,4 @@
-// Waits of Python threads for the native side: without the GIL, and interrupted by signals.
+// Lets Python threads wait for the native side without the GIL, and handles signals meanwhile.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,8 +11,8 @@
 
 namespace fastpersist {
 
-// Call `wait_for` with a short time, without the GIL, until it returns true or the timeout is over; returns which.
-// Raises what a signal's handler raises.
+// Call `wait_for` with a short time, without the GIL, until it returns true or the timeout is over; returns whether it
+// returned true. Raises the exception of a signal's handler.
 template <class WaitFor>
 bool WaitWithSignals(const std::optional<double>& timeout_s, WaitFor wait_for) {
   using std::chrono::milliseconds;

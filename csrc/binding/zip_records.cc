@@ -1,4 +1,4 @@
-// Encodes what surrounds the data of a torch zip's records, for many records in one call.
+// Encodes headers, descriptors and directory entries of a torch zip's records, for many records in one call.
 // fastpersist/formats/layout.py places the records, and torch_zip.py says what the bytes mean.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -42,7 +42,7 @@ struct Record {
   uint16_t flags() const { return size_bytes > 0 ? kNameIsUtf8 | kHasDescriptor : kNameIsUtf8; }
 };
 
-// Asks the interpreter directly: with thousands of records, pybind11's conversions take longer than all else.
+// Uses the C API directly: with thousands of records, pybind11's conversions take longer than everything else.
 Record RecordOf(py::handle record) {
   PyObject* const fields = record.ptr();
   if (!PyTuple_Check(fields) || PyTuple_GET_SIZE(fields) != 5 || !PyBytes_Check(PyTuple_GET_ITEM(fields, 0))) {
@@ -131,8 +131,8 @@ void PutCentralEntry(std::string& out, const Record& record, uint32_t crc) {
   out += zip64;
 }
 
-// Add records in a row to a list of pieces: header, data, descriptor. Their data are the sources from first_source on,
-// in a snapshot, or in the host's memory at these addresses.
+// Add consecutive records to a list of pieces: header, data, descriptor. Their data are the sources from first_source
+// on, either of a snapshot, or in host memory at these addresses.
 void AddRecords(PieceList& pieces, const py::list& records, uint32_t first_source, bool with_crcs,
                 const std::shared_ptr<Snapshot>& snapshot, const std::vector<uintptr_t>& addresses) {
   if (snapshot == nullptr && addresses.size() != records.size()) {
@@ -165,7 +165,7 @@ void AddRecords(PieceList& pieces, const py::list& records, uint32_t first_sourc
 
 using Crcs = std::vector<uint32_t>;
 
-// What one of the functions above appends for a record.
+// Returns the bytes that one of the functions above appends for a record.
 template <class Put>
 auto Encoding(Put put) {
   return [put](const py::tuple& record) {
