@@ -11,7 +11,7 @@
 namespace fastpersist {
 namespace {
 
-// Of these, benchmarks/rows shows what others would gain.
+// benchmarks/rows shows what other values would gain.
 constexpr uint32_t kCandidateCount = 16;  // slots that a new row is compared with, next to each other
 constexpr uint32_t kCellsPerSlot = 2;
 constexpr uint64_t kAgeAfterPerSlot = 4;  // misses until counts are halved
@@ -26,7 +26,7 @@ size_t PlaceFor(uint64_t hash, size_t count) {
 }
 uint16_t TagOf(uint64_t row) { return static_cast<uint16_t>(HashOf(row) & 0xfff0); }
 
-// Make room in an empty vector, of huge pages: look-ups are at random.
+// Make room in an empty vector, on huge pages, because look-ups are random.
 template <class Value>
 void ReserveHuge(std::vector<Value>& values, size_t count) {
   values.reserve(count);
@@ -108,12 +108,14 @@ void RowCache::CountHit(uint32_t slot) const {
 void RowCache::EndUse(uint32_t slot, uint32_t batch) const {
   const std::atomic_ref<uint32_t> uses(entries_[slot].uses);
   const uint32_t left = uses.load(std::memory_order_relaxed);
-  // Two batches that are read at once may undo each other's change; the row then stays wanted for one window longer.
+  // Two batches that are read at once may undo each other's change; the row then counts as wanted for one window
+  // longer.
   if ((left & UseOf(batch)) != 0) uses.store(left & ~UseOf(batch), std::memory_order_relaxed);
 }
 
 uint16_t RowCache::BeginHold() {
-  // Where the oldest one has seen all numbers begin, this one shares the newest number: one more would be the oldest's.
+  // If all numbers have begun since the oldest hold, this hold shares the newest number: the next number is the
+  // oldest's.
   if (holds_.empty() || SinceFirst(last_hold_) < UINT16_MAX) ++last_hold_;
   holds_.push_back(last_hold_);
   return last_hold_;
@@ -121,7 +123,7 @@ uint16_t RowCache::BeginHold() {
 
 void RowCache::Hold(uint32_t slot) const {
   if (HasSlotForEachRow()) return;  // after Clear no row is admitted while a hold lasts
-  // All threads write the same number, as no hold begins meanwhile: none undoes what another one has written.
+  // No hold begins meanwhile, so all threads write the same number, and none undoes another's write.
   std::atomic_ref(entries_[slot].hold).store(last_hold_, std::memory_order_relaxed);
 }
 
@@ -163,7 +165,7 @@ uint32_t RowCache::WorstOfSome() {
   return worst;
 }
 
-// The first slot that neither is kept nor held; kNoSlot: there is none.
+// The first slot that is neither kept nor held; kNoSlot: there is none.
 uint32_t RowCache::FirstToEvict() {
   const auto is_kept = [this](uint32_t slot) { return entries_[slot].count == kKeptCount; };
   while (all_kept_until_ < slot_count_ && is_kept(all_kept_until_)) ++all_kept_until_;

@@ -1,11 +1,11 @@
 // Rows kept in memory: slots of one slab, a directory from rows to slots, and the policy that decides which rows stay.
 //
 // The policy. A row that comes from the disk competes with the worst of a few slots, and is not kept if it is not
-// better ("bypass"), so a scan empties no cache. Better is a row that a request registered ahead will use, and of two
-// such rows the one that is used sooner; then the row that was used more often. A slot counts its hits. A row that is
-// not cached has its misses counted in a hashed cell, where the last row that missed there has its place; a row that is
-// evicted leaves its count there. Counts are halved now and then, so old favourites fade. benchmarks/rows compares this
-// with other policies, and with the best that is possible.
+// better ("bypass"), so a scan empties no cache. A row is better if a request registered ahead will use it, the sooner
+// the better; among other rows, if it was used more often. A slot counts its hits. Misses of rows that are not cached
+// are counted in a hash table, where each cell belongs to the last row that missed there; an evicted row leaves its
+// count in its cell. Counts are halved now and then, so rows once popular lose their rank. benchmarks/rows compares
+// this with other policies, and with the optimal one.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace fastpersist {
 
-// The owner locks: any number of threads may call the const members at once, and nothing beside the others.
+// The owner locks: any number of threads may call const members at once; calls of other members are exclusive.
 class RowCache {
  public:
   static constexpr uint32_t kNoSlot = UINT32_MAX;
@@ -37,11 +37,11 @@ class RowCache {
 
   uint32_t slot_count() const { return slot_count_; }
   size_t size() const { return entries_.size(); }
-  // Then none is ever evicted, and neither counts nor coming uses nor holds of single slots matter.
+  // If so, no row is ever evicted, and counts, coming uses and holds of single slots do not matter.
   bool HasSlotForEachRow() const { return slot_count_ == row_count_; }
   bool HasEachRow() const { return entries_.size() == row_count_; }
 
-  // Three steps before a row is copied, each of which needs the memory that the one before has fetched.
+  // Three prefetch steps before a row is copied; each step needs the memory that the previous one has fetched.
   void Prefetch(uint64_t row) const {
     if (!directory_.empty()) __builtin_prefetch(&directory_[HomeOf(row)]);
   }
@@ -51,26 +51,26 @@ class RowCache {
     if (slot != kNoSlot) __builtin_prefetch(&entries_[slot], /*rw=*/1);  // a hit is noted there
   }
   void PrefetchBytes(uint32_t slot) const {
-    const std::byte* const bytes = BytesOf(slot);  // the processor foresees the rest of a long row
+    const std::byte* const bytes = BytesOf(slot);  // the hardware prefetches the rest of a long row
     for (uint32_t at = 0; at < std::min(row_bytes_, kPrefetchedBytes); at += kLineBytes) __builtin_prefetch(bytes + at);
   }
   uint32_t Find(uint64_t row) const;
   const std::byte* BytesOf(uint32_t slot) const { return slab_ + (uint64_t{slot} * row_bytes_); }
-  // The memory of all slots, of MapBuffers. Slots in use are the first ones.
+  // The memory of all slots, mapped by MapBuffers. The slots in use come first.
   std::span<std::byte> slab() const { return {slab_, slab_bytes_}; }
   // Threads may count at once; a lost count does not matter.
   void CountHit(uint32_t slot) const;
 
-  // The coming uses of a cached row. The first is for one caller at a time; the second, for the rows of a batch that is
-  // being read, for any number.
+  // Add and end coming uses of a cached row. AddUse is for one caller at a time. EndUse, for rows of a batch that is
+  // being read, is for any number of callers.
   void AddUse(uint32_t slot, uint32_t batch) { entries_[slot].uses |= UseOf(batch); }
   void EndUse(uint32_t slot, uint32_t batch) const;
   // Batches up to this one are being read or have been.
   void SetReadBatch(uint32_t batch) { read_batch_ = std::max(read_batch_, batch); }
   // Whether the use by a batch can be noted: 32 batches ahead can.
   bool KnowsBatch(uint32_t batch) const { return batch > read_batch_ && MayKnowBatch(batch); }
-  // Whether uses by a batch may have been noted. Those of a batch that was passed over are noted still; to end them may
-  // end those of a batch kWindow later, too.
+  // Whether uses by a batch may have been noted. The uses of a batch that was skipped are still noted; ending them may
+  // also end uses of the batch kWindow later.
   bool MayKnowBatch(uint32_t batch) const { return batch <= read_batch_ + kWindow; }
   void Keep(uint32_t slot) { entries_[slot].count = kKeptCount; }
   // How many slots are kept; looks at all of them.
@@ -79,8 +79,8 @@ class RowCache {
     return std::atomic_ref(entries_[slot].count).load(std::memory_order_relaxed) == kKeptCount;
   }
 
-  // A hold keeps the bytes of slots as they are, for who reads them without the owner's lock: rows are evicted, if at
-  // all, from other slots. Any number of threads may hold slots at once.
+  // A hold keeps the bytes of slots unchanged for readers without the owner's lock: rows are evicted only from other
+  // slots. Any number of threads may hold slots at once.
   uint16_t BeginHold();
   void Hold(uint32_t slot) const;  // until all holds that have begun so far have ended
   void EndHold(uint16_t hold);
@@ -90,8 +90,8 @@ class RowCache {
     uint64_t evicted_row = 0;
     uint32_t evicted_uses = 0;  // of that row; 0 if none is known, or no row was evicted
   };
-  // Find a slot for a row that is not cached, with these coming uses; the caller fills it. `keep`: the row evicts any
-  // other that is not kept.
+  // Find a slot for a row that is not cached and has these coming uses; the caller fills the slot. `keep`: the row may
+  // evict any row that is not kept.
   Admission Admit(uint64_t row, uint32_t uses, bool keep);
   // Forget all rows.
   void Clear();
@@ -114,8 +114,8 @@ class RowCache {
   };
   RowCache(std::byte* slab, uint64_t slab_bytes, uint32_t row_bytes, uint32_t slot_count, uint64_t row_count);
 
-  // The directory has a place for each row of the table where that takes no more memory than open addressing with
-  // linear probing, at most half full and without tombstones.
+  // The directory has an entry for each row of the table if this takes no more memory than a hash table with linear
+  // probing, at most half full and without tombstones. Otherwise it is such a hash table.
   bool HasPlaceForEachRow() const { return directory_.size() == row_count_; }
   size_t HomeOf(uint64_t row) const;
   size_t PlaceOf(uint64_t row) const;
@@ -126,8 +126,8 @@ class RowCache {
   Value ValueOf(const Entry& entry) const { return ValueOf(entry.uses, entry.count); }
   uint32_t WorstOfSome();
   uint32_t FirstToEvict();
-  // Whether the slots with this number are held. An entry knows its newest hold only, so it stays held until all
-  // earlier ones of the cache have ended, too.
+  // Whether slots with this hold number are held. An entry stores only its newest hold, so it stays held until all
+  // earlier holds of the cache have ended, too.
   bool IsHeld(uint16_t hold) const { return !holds_.empty() && SinceFirst(hold) <= SinceFirst(last_hold_); }
   uint16_t SinceFirst(uint16_t hold) const { return static_cast<uint16_t>(hold - holds_.front()); }
   uint16_t& CellOf(uint64_t row);
@@ -142,14 +142,14 @@ class RowCache {
   const uint64_t fork_generation_;
   std::vector<uint32_t> directory_;  // slots
   std::vector<Entry> entries_;       // of the slots in use, which are the first ones
-  std::vector<uint16_t> cells_;      // a tag of the row that missed there last, and its count
+  std::vector<uint16_t> cells_;      // the tag and the count of the last row that missed there
   uint64_t miss_count_ = 0;          // since counts were halved
   uint32_t all_kept_until_ = 0;      // the slots before it are kept
   uint32_t read_batch_ = 0;
   uint64_t draw_count_ = 0;
   std::vector<uint16_t> holds_;  // that have not ended, oldest first; numbers begin again after the last
   uint16_t last_hold_ = 0;
-  uint16_t hold_of_clear_ = 0;  // the last one before Clear, which forgets entries and so which slots were held
+  uint16_t hold_of_clear_ = 0;  // the last hold before Clear, which forgets which slots were held
 };
 
 }  // namespace fastpersist

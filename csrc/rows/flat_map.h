@@ -57,7 +57,7 @@ class FlatMap {
     size_t hole = PlaceOf(key);
     if (entries_[hole].key != key) return;
     --count_;
-    // An entry moves into the hole if its home is not behind the hole.
+    // An entry moves into the hole unless its home lies after the hole.
     for (size_t next = Next(hole); entries_[next].key != kNoKey; next = Next(next)) {
       const size_t home = HomeOf(entries_[next].key);
       if (((next - home) & mask()) < ((next - hole) & mask())) continue;

@@ -63,7 +63,8 @@ std::vector<RowRead> PlanReads(const RowTable& table, std::span<const RowWant> w
       RowRead& last = reads.back();
       const uint64_t last_end = last.offset_bytes + last.size_bytes;
       const bool is_near = last.piece == place.piece && start <= last_end + limits.gap_bytes;
-      // The limit holds for rows of one block too: where each row straddles blocks, all rows would join one read.
+      // The limit also holds for rows that share a block: if every row straddles two blocks, all rows would otherwise
+      // join one read.
       if (is_near && end - last.offset_bytes <= limits.read_bytes_max) {
         last.size_bytes = static_cast<uint32_t>(end - last.offset_bytes);
         last.needed_bytes = static_cast<uint32_t>(needed_end - last.offset_bytes);

@@ -19,7 +19,7 @@ struct RowWant {
 // One read of whole blocks, and the sorted wants that it fills.
 struct RowRead {
   uint64_t offset_bytes = 0;
-  uint32_t size_bytes = 0;    // whole blocks; may reach behind the end of the file
+  uint32_t size_bytes = 0;    // whole blocks; may extend beyond the end of the file
   uint32_t needed_bytes = 0;  // less than these only at the end of the table's rows
   uint32_t piece = 0;
   uint32_t first_want = 0;

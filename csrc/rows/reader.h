@@ -1,6 +1,6 @@
 // A queue of reads of table blocks, kept full: a pump over all files of a table, and the memory that the blocks arrive
-// in. That memory is a ring of bytes, handed out in order and reused in order, small enough to be registered with the
-// kernel. Rows are copied out of it, so a request may be dropped while the kernel still reads for it.
+// in. This memory is a ring of bytes, handed out and reused in order, and small enough to be registered with the
+// kernel. Rows are copied out of the ring, so a request may be dropped while the kernel still reads for it.
 #pragma once
 
 #include <chrono>
@@ -44,11 +44,11 @@ class RowReader {
   RowReader(const RowReader&) = delete;
   RowReader& operator=(const RowReader&) = delete;
 
-  // Start a read; the one that fills the queue gives all of them to the kernel. Returns false if the queue or the ring
-  // is full. REQUIRES: size_bytes is at most read_bytes_max().
+  // Start a read; when the queue is full, all queued reads go to the kernel. Returns false if the queue or the ring is
+  // full. REQUIRES: size_bytes is at most read_bytes_max().
   Result<bool> TryStart(const RowRead& read, uint64_t tag);
-  // Give started reads to the kernel and wait for some of them, a fraction of the queue if many are in flight. If the
-  // engine breaks, all reads are done, with its error, and no further one can be started.
+  // Give started reads to the kernel and wait for some of them; if many are in flight, for a fraction of the queue. If
+  // the engine breaks, all reads end with its error, and no further read can be started.
   void Collect(std::vector<Done>& done);
   bool is_broken() const { return is_broken_; }
   // Reuse the memory of a completed read.

@@ -1,4 +1,4 @@
-// One request for rows: where they go, and what came of it. The store plans it and fills its result.
+// One request for rows: the memory for its result, and its state. The store plans it and fills its result.
 #pragma once
 
 #include <atomic>
@@ -26,20 +26,20 @@ class RowRequest {
       : batch(batch), result_(result), row_bytes_(row_bytes) {}
 
   bool done() const { return is_done_.load(std::memory_order_acquire); }
-  // Wait until it is done, at most `time`; returns whether it is.
+  // Wait until the request is done, at most `time`; returns whether it is done.
   bool WaitFor(std::chrono::milliseconds time) const;
   // The first failure. REQUIRES: done().
   const Status& status() const { return status_; }
-  // The file that it is about; empty if none.
+  // The file in which the failure occurred; empty if none.
   const std::string& failed_path() const { return failed_path_; }
-  // Make it done, with this status, unless it is done already. Nobody touches the result from the return on, whatever
-  // the kernel still reads.
+  // End the request with this status, unless it is done already. After the return nobody touches the result, even if
+  // reads are still in flight.
   void Cancel(Status status);
 
-  // For the store. It is done when as many reads have ended as it waits for; it begins with one, which ends with its
-  // planning.
+  // For the store. The request is done when all reads that it waits for have ended. Planning counts as one read from
+  // the start.
   void AwaitReads(size_t count);
-  // May copy rows into the result until EndReads, if it returns true.
+  // If this returns true, the caller may copy rows into the result until EndReads.
   bool BeginCopy();
   void EndReads(size_t count, bool has_copied);
   // One read has failed.
@@ -50,9 +50,9 @@ class RowRequest {
   static bool IsRegistered(uint32_t batch) { return batch != kNoBatch && batch != kKeep; }
   bool is_registered() const { return IsRegistered(batch); }
   std::vector<RowWant> wants;        // sorted; rows that its own reads bring
-  std::vector<RowRead> reads;        // of these; unchanged once the store has planned it
-  std::vector<RowWant> shared;       // rows that reads of other requests bring
-  std::atomic<size_t> next_read{0};  // earlier ones were started or dropped; only one thread starts them
+  std::vector<RowRead> reads;        // of these rows; unchanged once the store has planned the request
+  std::vector<RowWant> shared;       // rows that other requests read
+  std::atomic<size_t> next_read{0};  // earlier reads were started or dropped; only one thread starts reads
   size_t unended_read_count = 0;
   uint32_t number = 0;  // in the store
 

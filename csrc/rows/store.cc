@@ -24,10 +24,10 @@ constexpr size_t kLockedCount = 512;  // ids that are looked up under one lock
 constexpr size_t kAheadCount = 8;     // ids whose memory is fetched ahead
 constexpr uint32_t kCellBytes = 512;  // at least
 constexpr uint32_t kJoinedBytesMax = 128 << 10;
-constexpr uint64_t kNeighboursMax = 64;  // rows of a read: to look at so many costs less than another read
+constexpr uint64_t kNeighboursMax = 64;  // rows of a read: examining so many costs less than another read
 constexpr size_t kTouchedBytesMin = size_t{1} << 20;
-// From here on malloc maps memory anew for each result, whose pages the kernel has to find; smaller results come from
-// pages that were used before.
+// From this size on, malloc maps new memory for each result, whose pages the kernel has to allocate; smaller results
+// reuse pages.
 constexpr size_t kOwnMappingBytesMin = size_t{32} << 20;
 constexpr size_t kPartBytes = size_t{256} << 10;        // of rows that a thread copies before it takes more
 constexpr size_t kIdsPerThread = size_t{1} << 14;       // of look-ups that are worth one
@@ -155,7 +155,7 @@ void RowStore::Unregister(std::span<const int64_t> ids, uint32_t batch) {
   }
 }
 
-// A row that is not cached is no longer wanted by a batch.
+// A batch no longer wants a row that is not cached.
 void RowStore::EndKnownUse(uint64_t position, uint32_t batch) {
   uint32_t* const uses = known_.Find(position);
   if (uses == nullptr) return;
@@ -202,7 +202,7 @@ std::shared_ptr<RowRequest> RowStore::Start(std::span<const int64_t> ids, std::b
     SortByPosition(missing);
     Plan(request, missing);
   }
-  // Who asks ahead goes on at once.
+  // A caller that asks ahead goes on at once.
   const bool reads_here = request->reads.size() <= kFewReads && !request->is_registered();
   if (!request->reads.empty()) {
     std::unique_ptr<RowReader> reader = reads_here ? LeaseReader() : nullptr;
@@ -219,7 +219,7 @@ std::shared_ptr<RowRequest> RowStore::Start(std::span<const int64_t> ids, std::b
   return request;
 }
 
-// Make the kernel find the pages of this memory, where it has not.
+// Make the kernel allocate the pages of this memory that it has not allocated yet.
 void RowStore::TouchAhead(std::span<std::byte> result) {
   const uint64_t page_bytes = PageBytes();
   const auto address = reinterpret_cast<uintptr_t>(result.data());
@@ -245,7 +245,7 @@ std::vector<Found> RowStore::InShares(std::span<const int64_t> ids, size_t part_
   return std::move(found[0]);
 }
 
-// Copy the cached rows; returns the others. Of a request to keep rows, those that are not kept yet are among the
+// Copy the cached rows; returns the others. For a request to keep rows, cached rows that are not kept yet count as
 // others: Plan keeps them, under the exclusive lock.
 std::vector<RowWant> RowStore::CopyHits(std::span<const int64_t> ids, RowRequest& request) {
   const size_t part_count =
@@ -301,7 +301,7 @@ void RowStore::CopyHitsOf(std::span<const int64_t> ids, size_t first, RowRequest
 }
 
 uint32_t RowStore::PinCache(const Pin& pin) {
-  // To pin takes the driver seconds. Whoever comes meanwhile goes on with what is pinned.
+  // Pinning takes the driver seconds. Other threads go on meanwhile with the slots that are pinned already.
   const std::unique_lock pins_lock(pins_mutex_, std::try_to_lock);
   if (!pins_lock) return static_cast<uint32_t>(pinned_bytes_ / table_.row_bytes());
   const std::span<std::byte> slab = cache_->slab();
@@ -334,7 +334,7 @@ Result<std::vector<int64_t>> RowStore::Hold(std::span<const int64_t> ids, uint32
   std::vector<int64_t> missing = InShares<int64_t>(
       ids, part_count, [&](std::span<const int64_t> some, size_t first, std::vector<int64_t>& missing_of) {
         std::vector<Held> held;
-        // Few at first, so that who takes them begins soon.
+        // Few at first, so that the receiver begins soon.
         for (size_t from = 0, count = kHeldAtFirst; from < some.size() && !has_failed;
              from += count, count = std::min(2 * count, kHeldAtOnce)) {
           held.clear();
@@ -371,7 +371,7 @@ void RowStore::HoldPiece(std::span<const int64_t> ids, size_t first, uint32_t ba
   }
 }
 
-// Only about, which one pass does: a device knows few pages of host memory at a time.
+// Roughly sorted is enough, because a device caches the addresses of few host pages; it takes one pass.
 void RowStore::OrderBySlot(std::span<const Held> held, int32_t* slots, int32_t* places) const {
   constexpr int kBits = 10;
   const int shift = std::max(static_cast<int>(std::bit_width(cache_->slot_count())) - kBits, 0);
@@ -394,7 +394,7 @@ void RowStore::EndHold(uint16_t hold, uint64_t taken_count) {
   hit_count_ += taken_count;
 }
 
-// Rows are cut into reads, but for those that came into the cache meanwhile, or that a read under way will bring.
+// Plan reads for the rows, except rows that have come into the cache meanwhile, or that a read in flight will bring.
 void RowStore::Plan(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> missing) {
   const std::lock_guard lock(lock_);
   ForEachRow(missing, [&](std::span<const RowWant> same) {
@@ -433,7 +433,7 @@ uint64_t RowStore::CellOf(const RowPlace& place) const {
   return (uint64_t{place.piece} << 48) | (place.offset_bytes / std::max(kCellBytes, limits_.block_bytes));
 }
 
-// If a read under way brings a row, let the request wait for it. Returns whether one does.
+// If a read in flight will bring a row, let the request wait for this read. Returns whether there is one.
 bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::span<const RowWant> same) {
   const RowPlace place = table_.PlaceOf(same.front().position);
   const uint64_t* const flight = flights_.Find(CellOf(place));
@@ -443,7 +443,7 @@ bool RowStore::WaitForFlight(const std::shared_ptr<RowRequest>& request, std::sp
   const uint64_t end = place.offset_bytes + table_.row_bytes();
   if (place.piece != read.piece) return false;  // two pieces of very many may share a cell
   if (place.offset_bytes < read.offset_bytes || end > read.offset_bytes + read.needed_bytes) return false;
-  // Who waits for rows now does not wait behind a queue for one that comes along by chance.
+  // A caller that needs rows now must not wait behind the queue for a read that only happens to cover its row.
   const RowWant& last = other.wants[read.first_want + read.want_count - 1];
   const bool is_asked_for = end <= table_.PlaceOf(last.position).offset_bytes + table_.row_bytes();
   const bool is_started = static_cast<uint32_t>(*flight) < other.next_read.load(std::memory_order_relaxed);
@@ -527,7 +527,7 @@ void RowStore::StartReads(RowReader& reader, RowRequest& request, std::vector<Ro
   }
 }
 
-// Take a read back that nobody else waits for; returns whether nobody does. From then on nobody can.
+// Withdraw a read if no other request waits for it; returns whether that was so. Afterwards no request can wait for it.
 bool RowStore::Withdraw(const RowRequest& request, size_t read) {
   const std::lock_guard lock(lock_);
   const uint64_t flight = FlightOf(request.number, read);
@@ -536,7 +536,7 @@ bool RowStore::Withdraw(const RowRequest& request, size_t read) {
   return true;
 }
 
-// A read is no longer under way, so nobody can begin to wait for it.
+// Remove a read from the reads in flight, so that no request can begin to wait for it.
 void RowStore::ForgetFlight(const RowRequest& request, size_t read) {
   for (const RowWant& want :
        std::span(request.wants).subspan(request.reads[read].first_want, request.reads[read].want_count)) {
@@ -546,7 +546,7 @@ void RowStore::ForgetFlight(const RowRequest& request, size_t read) {
   }
 }
 
-// Have the worker do the reads of a request; where no thread can be started, this one does them.
+// Give the reads of a request to the worker; if no thread can be started, this thread does them.
 void RowStore::GiveToWorker(const std::shared_ptr<RowRequest>& request) {
   int refused = 0;
   {
@@ -582,7 +582,7 @@ void RowStore::Work() {
         queue_changed_.wait(lock, [this] { return !queue_.empty() || is_stopping_; });
         if (queue_.empty()) return;
       }
-      // The next request fills the queue before this one's last reads are there.
+      // The next request fills the queue before the last reads of this one are complete.
       while (!queue_.empty() && !reader_->is_full()) {
         const std::shared_ptr<RowRequest> request = queue_.front();
         lock.unlock();
@@ -598,7 +598,7 @@ void RowStore::Work() {
     }
     reader_->Collect(done);
     NoteEngine(*reader_);
-    if (reader_->is_broken()) {  // later requests may have more luck
+    if (reader_->is_broken()) {  // later requests may succeed
       Complete(done, *reader_);
       Result<std::unique_ptr<RowReader>> reader = RowReader::Open(table_, ReaderOptions());
       if (reader.ok()) reader_ = std::move(reader).value();
@@ -606,7 +606,7 @@ void RowStore::Work() {
   }
 }
 
-// Whichever reader is the first to leave an engine, further ones begin with the next.
+// Once any reader has abandoned an engine, new readers begin with the next one.
 void RowStore::NoteEngine(const RowReader& reader) {
   const std::lock_guard lock(readers_mutex_);
   const auto place_of = [this](const std::string& name) {
@@ -622,7 +622,7 @@ void RowStore::NoteEngine(const RowReader& reader) {
 
 // --- rows that have come ---
 
-// Offer the rows of completed reads to the cache, and give them to all who wait. Empties `done`.
+// Offer the rows of completed reads to the cache, and deliver them to all waiting requests. Empties `done`.
 void RowStore::Complete(std::vector<RowReader::Done>& done, RowReader& reader) {
   std::vector<Arrival> arrivals;
   {
@@ -636,7 +636,7 @@ void RowStore::Complete(std::vector<RowReader::Done>& done, RowReader& reader) {
   done.clear();
 }
 
-// Find who waits for a completed read, the request that planned it first.
+// Find the requests that wait for a completed read; the one that planned it comes first.
 void RowStore::EndFlight(const RowReader::Done& done, size_t number, std::vector<Arrival>& arrivals) {
   const auto found = requests_.find(static_cast<uint32_t>(done.tag >> 32));
   const std::shared_ptr<RowRequest> owner = found->second;
@@ -672,8 +672,8 @@ void RowStore::Cache(const Arrival& arrival, const std::byte* bytes) {
   });
 }
 
-// Offer to the cache what came along in the blocks of a read, and that a request known ahead will use. `arrival`: of
-// the request that planned the read.
+// Offer to the cache the other rows in the blocks of a read that a request known ahead will use. `arrival`: of the
+// request that planned the read.
 void RowStore::CacheNeighbours(const Arrival& arrival, const RowRead& read, const std::byte* bytes) {
   if (known_.size() == 0) return;
   const uint64_t row_bytes = table_.row_bytes();
@@ -688,7 +688,7 @@ void RowStore::CacheNeighbours(const Arrival& arrival, const RowRead& read, cons
   for (uint64_t i = 0; i < count; ++i) {
     while (!wants.empty() && wants.front().position < first + i) wants = wants.subspan(1);
     const bool is_wanted = !wants.empty() && wants.front().position == first + i;
-    if (is_wanted || known_.Find(first + i) == nullptr) continue;  // known are those that are not cached
+    if (is_wanted || known_.Find(first + i) == nullptr) continue;  // it lists only rows that are not cached
     Admit(first + i, bytes + first_offset_bytes + (i * row_bytes), /*keep=*/false);
   }
 }
@@ -720,8 +720,8 @@ void RowStore::Deliver(const Arrival& arrival, const RowReader::Done& done) {
   request.EndReads(1, copies);
 }
 
-// An error of a read, with the first row in it that the request has not got: the read may begin in an earlier one. It
-// names no row if all of the request's rows lie before the place of the error, in a read that others wait for, too.
+// Add to a read's error the first row in it that the request has not received; the read may begin in an earlier row. It
+// names no row if all rows of the request lie before the place of the error, in a read that other requests share.
 Status RowStore::WithRow(const Status& status, const Arrival& arrival) const {
   if (status.code() == StatusCode::kCancelled || status.offset_bytes() == Status::kNoOffset) return status;
   const std::span<const RowWant> wants = arrival.rows();

@@ -1,14 +1,14 @@
-// Gathers rows of a table: from the cache where they are, from the disk where not.
+// Gathers rows of a table: from the cache if they are there, otherwise from the disk.
 //
-// The way of a request. The caller's thread copies the rows that are cached, sorts the others, and plans reads of them.
-// If it waits for the rows anyway, it does few reads itself, by a queue of its own: two changes of threads cost more
-// than they. Many, and those of requests that were registered ahead, go to one worker thread, which keeps the device's
-// queue full across requests; where it cannot be started, callers do all reads. Who completes a read gives its rows to
-// everybody who waits for them, and offers them to the cache.
+// The steps of a request. The caller's thread copies the cached rows, sorts the others, and plans their reads. If the
+// caller waits for the rows anyway and there are few reads, it does them itself, with a queue of its own: two thread
+// switches would cost more. Many reads, and those of requests registered ahead, go to one worker thread, which keeps
+// the device's queue full across requests; if it cannot be started, callers do all reads. The thread that completes a
+// read gives its rows to all requests that wait for them, and offers them to the cache.
 //
-// A read under way is known by the blocks in which its rows begin (flights_), so a second request for the same rows, or
-// for others in the same blocks, waits for that read. A cancelled request drops the reads that were not started and
-// that nobody else waits for; rows that arrive later are not copied, so its memory is free at once.
+// flights_ maps the blocks in which rows begin to the read in flight, so a second request for the same rows, or for
+// others in the same blocks, waits for that read. A cancelled request drops its reads that were not started and that no
+// other request waits for; rows that arrive later are not copied, so its memory is free at once.
 //
 // Requests may be registered ahead: the store then knows which rows will be used, and the cache keeps these.
 #pragma once
@@ -53,14 +53,14 @@ struct RowStoreOptions {
 struct RowStoreStats {
   uint64_t row_count = 0;     // asked for
   uint64_t hit_count = 0;     // of these, copied from the cache
-  uint64_t shared_count = 0;  // of these, brought by a read of another request
-  uint64_t read_count = 0;    // requests to the kernel
+  uint64_t shared_count = 0;  // of these, read by another request
+  uint64_t read_count = 0;    // read requests to the kernel
   uint64_t read_bytes = 0;    // by them
   uint64_t cached_count = 0;  // rows in the cache now
   uint64_t slot_count = 0;    // rows that the cache has room for
 };
 
-// A lock for many readers. A waiting writer keeps further readers out, so it waits no longer than a reader reads.
+// A shared lock. A waiting writer keeps new readers out, so it waits only for the present ones.
 class FairSharedMutex {
  public:
   void lock() {
@@ -79,7 +79,7 @@ class FairSharedMutex {
   std::shared_mutex mutex_;
 };
 
-// Thread-safe, but for the destructor. A forked child must not touch it.
+// Thread-safe, except for the destructor. A forked child must not touch it.
 class RowStore {
  public:
   static Result<std::unique_ptr<RowStore>> Open(RowTable table, RowStoreOptions options);
@@ -92,41 +92,41 @@ class RowStore {
 
   // Let the cache know that the request with this number (from 1 on, ascending) will ask for these ids.
   void Register(std::span<const int64_t> ids, uint32_t batch);
-  // Keep those of these rows that are cached; returns for how many ids there is no row in the cache.
+  // Keep those of these rows that are cached; returns how many ids have no row in the cache.
   size_t Keep(std::span<const int64_t> ids);
-  // How many rows are kept; others lie in the rest of the cache, and may be held.
+  // How many rows are kept; the rest of the cache holds other rows, which may be held.
   uint32_t CountKept();
   // The request will not come.
   void Unregister(std::span<const int64_t> ids, uint32_t batch);
 
-  // Begin to bring rows to `result`, which has room for them in the order of the ids. `batch`: as registered, or
+  // Start reading rows into `result`, which has room for them in the order of the ids. `batch`: as registered, or
   // one of RowRequest's. The result must stay valid until the request is done or cancelled. Fails at once if a file of
   // the table has changed. REQUIRES: every id is one of the table.
   std::shared_ptr<RowRequest> Start(std::span<const int64_t> ids, std::byte* result, uint32_t batch);
 
-  // Pin those slots of the cache that are in use and not pinned yet, if they are worth it. Returns how many slots, from
-  // the first on, are pinned. Does not wait for another thread that pins. REQUIRES: `pin` pins for all devices.
+  // Pin the slots of the cache that are in use and not yet pinned, if there are enough of them. Returns how many slots,
+  // from the first on, are pinned. Does not wait for another thread that pins. REQUIRES: `pin` pins for all devices.
   uint32_t PinCache(const Pin& pin);
   const std::byte* cache_bytes() const { return cache_->slab().data(); }
-  // Hold cached rows for a request with this batch, as of Start, which brings the others: no other rows come into their
-  // slots before EndHold. Only the first `slot_count` slots count. Threads look rows up; each gives those that it has
-  // found to `take`, some thousands at a time, so that who takes them may begin at once: their slots, about in
-  // ascending order, and their places among the ids. Both lie in `slots` and `places`, which have room for one of each
-  // id. Returns the places of the other ids, or an error of `take`. REQUIRES: as Start; at most INT32_MAX ids.
+  // Hold cached rows for a request with this batch (as in Start, which then reads the other rows): their slots get no
+  // other rows before EndHold. Only the first `slot_count` slots count. Threads look rows up; each passes the rows that
+  // it has found to `take`, some thousands at a time, so that the receiver can begin at once: their slots, roughly in
+  // ascending order, and their places among the ids. Both lie in `slots` and `places`, which have room for one entry
+  // per id. Returns the places of the other ids, or an error of `take`. REQUIRES: as Start; at most INT32_MAX ids.
   using TakeHeld = std::function<Status(std::span<const int32_t> slots, const int32_t* places)>;
   uint16_t BeginHold(uint32_t batch);
   Result<std::vector<int64_t>> Hold(std::span<const int64_t> ids, uint32_t batch, uint32_t slot_count, int32_t* slots,
                                     int32_t* places, const TakeHeld& take);
-  // `taken_count`: how many of the rows came to the request.
+  // `taken_count`: how many held rows the request has received.
   void EndHold(uint16_t hold, uint64_t taken_count);
 
   RowStoreStats stats();
-  // The engine in use, and why earlier ones were left.
+  // The engine in use, and why earlier engines were abandoned.
   std::string engine_name();
   std::vector<std::string> demotions();
 
  private:
-  // Rows of a request that a completed read brings, and where the read began.
+  // Rows of a request that a completed read has brought, and the place where the read began.
   struct Arrival {
     std::shared_ptr<RowRequest> request;
     const std::vector<RowWant>* wants;
@@ -187,9 +187,9 @@ class RowStore {
   DirectIoLimits direct_limits_;    // of the files
   std::vector<struct stat> facts_;  // of the files, as they were opened
 
-  FairSharedMutex lock_;  // guards the members below; their rows are copied under the shared lock
+  FairSharedMutex lock_;  // guards the members below; cached rows are copied under the shared lock
   std::unique_ptr<RowCache> cache_;
-  std::mutex pins_mutex_;                    // guards the members below; who holds it changes pinned_bytes_
+  std::mutex pins_mutex_;                    // guards the members below; its holder may change pinned_bytes_
   std::vector<std::shared_ptr<void>> pins_;  // of the cache's memory; they end before it
   std::atomic<uint64_t> pinned_bytes_{0};    // from its start
   bool is_pinning_refused_ = false;

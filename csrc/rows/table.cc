@@ -21,8 +21,8 @@ RowTable::RowTable(std::vector<RowPiece> pieces, uint32_t row_bytes, std::span<c
 
 size_t RowTable::FirstBadId(std::span<const int64_t> ids) const {
   const uint64_t row_count = this->row_count();  // a negative id becomes a number above every count
-  // Whole blocks first. What has the sign bit is negative, or beyond the last row: subtractions, of which a processor
-  // does several at once, unlike comparisons of 64 bits.
+  // Whole blocks first. A set sign bit shows an id that is negative or beyond the last row: the processor does several
+  // subtractions at once, unlike 64-bit comparisons.
   constexpr size_t kBlock = 256;
   size_t first = 0;
   for (; first + kBlock <= ids.size(); first += kBlock) {
@@ -44,7 +44,8 @@ int64_t RowTable::IdAt(uint64_t position) const {
 
 RowPlace RowTable::PlaceOf(uint64_t position) const {
   size_t piece = 0;
-  if (pieces_.size() > 1) {  // the last one that begins at or before it; empty pieces begin where the next one does
+  if (pieces_.size() >
+      1) {  // the last piece that begins at or before it; an empty piece begins where the next one does
     piece = static_cast<size_t>(std::ranges::upper_bound(first_rows_, position) - first_rows_.begin()) - 1;
   }
   return {static_cast<uint32_t>(piece), pieces_[piece].offset_bytes + ((position - first_rows_[piece]) * row_bytes_)};

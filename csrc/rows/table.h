@@ -1,5 +1,5 @@
-// Where the rows of a table are: pieces of consecutive rows, each in a file, and an optional order in which the ids
-// that callers use differ from the positions of the rows.
+// Where the rows of a table are: pieces of consecutive rows, each in a file, and an optional permutation from the
+// callers' ids to the positions of the rows.
 #pragma once
 
 #include <cstddef>
@@ -33,9 +33,9 @@ class RowTable {
   uint32_t row_bytes() const { return row_bytes_; }
   uint64_t row_count() const { return first_rows_.back(); }
 
-  // Returns the place of the first id that is no row, or the number of ids.
+  // Returns the index of the first id that is no row of the table, or the number of ids.
   size_t FirstBadId(std::span<const int64_t> ids) const;
-  // REQUIRES: the id is one.
+  // REQUIRES: the id is valid.
   uint64_t PositionOf(int64_t id) const {
     return static_cast<uint64_t>(positions_.empty() ? id : positions_[static_cast<size_t>(id)]);
   }
