@@ -1,8 +1,9 @@
 // The arena: host memory for captured bytes, in blocks of one size, handed out up to a limit and reused. It maps memory
-// at first need and keeps it mapped: a save that the writer outruns costs none, and the thousandth save maps nothing
-// new. When an arena ends, its pinned memory goes to the next one (core/pinned_cache.h). If a device may still write to
-// a block when its save gives up, the block is quarantined (core/quarantine.h) and stops counting against the limit, so
-// that later saves find blocks. transfer/captured_blocks decides what lies in the blocks.
+// when it is first needed and keeps it mapped: if the writer finishes before the next step, a save needs no arena
+// memory, and later saves map nothing new. When an arena ends, its pinned memory goes to the next one
+// (core/pinned_cache.h). If a device may still write to a block when its save gives up, the block is quarantined
+// (core/quarantine.h) and stops counting against the limit, so that later saves find blocks. transfer/captured_blocks
+// decides what lies in the blocks.
 #pragma once
 
 #include <condition_variable>
@@ -54,7 +55,7 @@ class Arena {
   // order blocks come back. Null at the limit, or if the kernel has no memory. Releases the mutex while fresh memory is
   // pinned.
   std::byte* TryTake(std::unique_lock<std::mutex>& lock);
-  // Take the block behind this one if it is free and of the same mapping; else null. A device copies into a run of
+  // Take the block after this one if it is free and in the same mapping; else null. A device copies into a run of
   // blocks in one go if they were pinned in one piece.
   std::byte* TryTakeBehind(const std::byte* block);
   void Return(std::byte* block);

@@ -1,4 +1,4 @@
-// Threads that copy large pieces of memory into the ring, and compute their CRCs, beside the thread that submits the
+// Threads that copy large pieces of memory into the ring, and compute their CRCs, while another thread submits the
 // writes. A writer starts them when the disk waits for copies.
 #pragma once
 

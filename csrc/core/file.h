@@ -1,4 +1,4 @@
-// Asks what a file allows (alignment of direct I/O), reserves its space before a byte is written, and makes the two
+// Finds out which alignment direct I/O on a file needs, reserves its space before a byte is written, and makes the two
 // renames that Python lacks. fastpersist/commit/filesystem.py owns the descriptor, and opens, names, truncates and
 // syncs.
 #pragma once
@@ -30,8 +30,8 @@ uint64_t BlockBytesOf(const DirectIoLimits& limits);
 // The limits for these alignments. An offset alignment of 0 means that the file takes no direct I/O.
 DirectIoLimits DirectIoLimitsFor(uint32_t memory_alignment_bytes, uint32_t offset_alignment_bytes);
 
-// Ask statx(STATX_DIOALIGN) if the kernel (6.1) and the file system answer, else take the device's logical block size,
-// else 4096. Sets O_DIRECT to learn whether the file system takes it, and clears it again.
+// Ask statx(STATX_DIOALIGN); if the kernel (before 6.1) or the file system does not answer, take the device's logical
+// block size, else 4096. Sets O_DIRECT to learn whether the file system takes it, and clears it again.
 DirectIoLimits DirectIoLimitsOf(int fd);
 
 // Set or clear O_DIRECT on the open file description.
@@ -63,7 +63,7 @@ bool IsMountPoint(const std::string& path);
 // system or a sandbox has no such rename.
 Status ExchangeNames(const std::string& first, const std::string& second);
 
-// Rename, unless the new name exists: EEXIST then, also for an empty directory, which rename() would replace.
+// Rename. If the new name exists, fail with EEXIST, also for an empty directory, which rename() would replace.
 // kUnsupported as above.
 Status RenameToFreeName(const std::string& source, const std::string& target);
 

@@ -1,6 +1,5 @@
-// Reads the small files of /proc and /sys. Not by streams of the C++ library: a module that has its own copy of it
-// (-static-libstdc++, as compilers of older systems link) finds the facets of the other copy in the process, and
-// crashes.
+// Reads the small files of /proc and /sys. It does not use C++ streams: a module with its own copy of the C++ library
+// (-static-libstdc++, as compilers of older systems link) finds the facets of another copy in the process, and crashes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@
 
 namespace fastpersist {
 
-// All that the file says; nothing if it cannot be read.
+// The content of the file; empty if it cannot be read.
 std::string ReadKernelFile(const std::string& path);
 
 // The decimal number that the file begins with; nullopt if it has none or cannot be read.

@@ -47,17 +47,17 @@ inline bool IsInside(std::span<const std::byte> memory, const std::byte* address
 // kernel mapped the address anew, the device would copy from and to the new memory.
 void KeepMapped(const std::byte* memory);
 
-// Pins memory for a device, so that it copies from and to it by itself, while the returned object lives. Never fails: a
-// device also copies from and to unpinned memory, only slower.
+// Pins memory while the returned object lives, so that a device copies from and to it by DMA. Never fails: a device
+// also copies from and to unpinned memory, only slower.
 using Pin = std::function<std::shared_ptr<void>(std::span<std::byte> memory)>;
 
 // Whether a device has completed its copies from or to some memory. Called now and then until it returns true. Objects
 // that it holds, such as references to the other side of the copies, live until then.
 using CopiesComplete = std::function<bool()>;
 
-// While it lives, a forked child finds zeros in this memory, so no page of it is shared with the child: a page that a
-// child shares is copied when anybody writes to it, and a direct read under way would go on into the page that is given
-// up (open(2), O_DIRECT).
+// While this object lives, a forked child finds zeros in this memory, so no page of it is shared with the child.
+// Otherwise a write by either process would copy the shared page, and a direct read in flight would go on into the old
+// page (open(2), O_DIRECT).
 class WipedOnFork {
  public:
   WipedOnFork() = default;

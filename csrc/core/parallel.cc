@@ -18,15 +18,15 @@ namespace {
 
 using Run = std::function<void()>;
 
-// What a thread copies at a time: fresh memory of one page has to be cleared by one thread.
+// What a thread copies at a time: one huge page, which a single thread has to clear if it is fresh.
 constexpr size_t kCopiedBytes = kHugePageBytes;
 
-// What compilers call for `#pragma omp parallel`; LLVM's and Intel's OpenMP have it, too.
+// The function that GCC's `#pragma omp parallel` calls; LLVM's and Intel's OpenMP have it, too.
 using OpenMpParallel = void (*)(void (*run)(void*), void* argument, unsigned thread_count, unsigned flags);
 
 constexpr size_t kPartsPerStart = 4;  // for fewer, it does not pay to start a thread
 
-// The one that torch uses. To link one here would be a second team.
+// The OpenMP that torch uses. Linking another one here would make a second team of threads.
 OpenMpParallel FindOpenMp() {
   void* const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   return torch == nullptr ? nullptr : reinterpret_cast<OpenMpParallel>(dlsym(torch, "GOMP_parallel"));
@@ -40,7 +40,7 @@ void RunInParallel(size_t thread_count, size_t part_count, const Run& run) {
   if (thread_count <= 1 || part_count <= 1) return run();
   if (ForkGeneration() == 0) {
     static const OpenMpParallel open_mp = FindOpenMp();
-    // Always with all threads: a smaller team would end some of them, and torch's next operation start them again.
+    // Always use all threads: a smaller team would end some of them, and torch's next operation would start them again.
     if (open_mp != nullptr) return open_mp(CallRun, const_cast<Run*>(&run), static_cast<unsigned>(thread_count), 0);
   }
   std::vector<pthread_t> started;

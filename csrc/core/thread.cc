@@ -31,7 +31,7 @@ int StartThread(pthread_t& thread, const char* name, std::function<void()> run) 
   sigset_t blocked;
   sigset_t before;
   sigfillset(&blocked);
-  // A crash in a thread that blocks its signal ends the process without a word from faulthandler and the like.
+  // If a thread that blocks these signals crashes, the process ends without output of faulthandler and similar tools.
   for (const int crash : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) sigdelset(&blocked, crash);
   pthread_sigmask(SIG_SETMASK, &blocked, &before);  // a new thread inherits its starter's mask
   const int refused = pthread_create(&thread, nullptr, Main, start.get());

@@ -1,5 +1,5 @@
-// Starts the threads of this library: named, for ps and gdb, and with all signals blocked but those of a crash,
-// since the application's threads handle its signals. Counts the CPUs that they may run on.
+// Starts the threads of this library: named, for ps and gdb, and with all signals blocked except those of a crash,
+// since the application's threads handle its signals. Counts the CPUs on which they may run.
 #pragma once
 
 #include <pthread.h>

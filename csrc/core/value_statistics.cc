@@ -1,5 +1,6 @@
-// Values are looked at in blocks. A block in which every value, or difference, is finite is done many values at a time;
-// one with NaN, infinities or an overflow, and what is left at the end, one by one.
+// Values are processed in blocks. If every value, or difference, of a block is finite, the block is processed with
+// vector instructions. A block with NaN, infinities or an overflow, and the rest at the end, are processed one value at
+// a time.
 //
 // Numbers without their sign are compared as integers: the order is the same, and infinities and NaN come last.
 #include "core/value_statistics.h"

@@ -1,5 +1,5 @@
-// What the values of floating-point arrays are like, and how two arrays differ, each in one pass at memory speed. The
-// first use chooses between AVX2 and what every CPU of this architecture has.
+// Computes statistics of floating-point arrays, and the differences of two arrays, each in one pass at memory speed.
+// The first use chooses between AVX2 and the architecture's baseline instructions.
 //
 // Everything here is thread-safe, and neither allocates nor fails. Any alignment is allowed.
 #pragma once
@@ -12,9 +12,9 @@ namespace fastpersist {
 
 enum class ValueType { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
-// The counts are of elements whose bits differ, the largest differences of those that are finite in both. They are
-// calculated in single precision (kFloat64: in double), and in double where single overflows. What is too large for
-// double becomes the largest finite double.
+// The count is of elements whose bits differ. The largest differences are over elements that are finite in both arrays,
+// in single precision (kFloat64: in double), or in double if single overflows. A difference too large for double
+// becomes the largest finite double.
 struct ValueDifference {
   uint64_t differing_count = 0;
   double max_abs = 0;  // of |a - b|
@@ -27,7 +27,7 @@ struct ValueDifference {
 
 ValueDifference CompareValues(ValueType type, const std::byte* a, const std::byte* b, size_t count);
 
-// NaN and infinities are counted, and left out of all else. The sums are in double precision.
+// NaN and infinities are counted, and left out of all other figures. The sums are in double precision.
 struct ValueSummary {
   uint64_t nan_count = 0;
   uint64_t inf_count = 0;

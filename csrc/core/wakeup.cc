@@ -25,7 +25,7 @@ Wakeup::~Wakeup() {
   close(fd_);
 }
 
-// These fail only if nothing is to be done: the counter is full, or zero.
+// These calls fail only if there is nothing to do: the counter is full, or zero.
 void Wakeup::Signal() const {
   const uint64_t one = 1;
   std::ignore = write(fd_, &one, sizeof(one));

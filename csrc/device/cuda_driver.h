@@ -79,7 +79,7 @@ struct CudaDriver {
   // Returns Ok for kCudaSuccess, else a kDeviceError "<operation>: <CUDA_ERROR_NAME> (<text>)", which also says if the
   // process cannot use the device any more.
   Status Check(CudaResult result, std::string_view operation) const;
-  // Whether this result means that the device is lost to this process, and so makes no more copies.
+  // Whether this result means that the device is lost to this process, so it makes no further copies.
   static bool IsLost(CudaResult result);
 };
 

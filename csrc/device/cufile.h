@@ -1,6 +1,6 @@
 // GPUDirect Storage by the C interface of libcufile, loaded at run time: building needs neither its header nor the
 // library. This file moves bytes between a file and the memory of a device (or of the host), registers device memory
-// for that, and reports which way the bytes took. engine/cufile_engine.cc has threads, order and completions;
+// for these transfers, and reports their data path. engine/cufile_engine.cc has threads, order and completions;
 // fastpersist/transfer/gpudirect.py finds the library of a Python package.
 //
 // Source: GPUDirect Storage, cuFile API Reference Guide (calls, error numbers); the headers of cuFile 1.11 to 1.20
@@ -20,7 +20,7 @@
 
 namespace fastpersist {
 
-// Transfers between device memory and files of this process so far, by the way they took. Only the first two are
+// Transfers between device memory and files of this process so far, by data path. Only the first two are
 // GPUDirect; the third goes through host memory (compatibility mode), which libcufile chooses silently if those fail.
 struct CuFileTraffic {
   uint64_t p2p_count = 0;   // the disk's DMA into the device, by the kernel's own means (PCI P2PDMA)

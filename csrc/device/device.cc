@@ -68,7 +68,7 @@ Result<Device*> Device::Get(int ordinal) {
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   const std::lock_guard lock(*mutex);
   if (const auto known = devices->find(ordinal); known != devices->end() && known->second->is_open()) {
-    return known->second.get();  // also where the driver reports errors by now
+    return known->second.get();  // even if the driver reports errors by now
   }
   int count = 0;
   FP_RETURN_IF_ERROR(driver.value()->Check(driver.value()->DeviceGetCount(&count), "counting the CUDA devices"));

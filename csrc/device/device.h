@@ -62,7 +62,8 @@ class CopyMark {
 // device makes none of these copies any more. Copyable; thread-safe.
 class CopyEnd {
  public:
-  // The end of all that the stream was given so far. If no mark can be made, the end of all that it will ever be given.
+  // The end of all copies that were started in the stream so far. If no mark can be made: of all copies that will ever
+  // be started in it.
   explicit CopyEnd(CopyStream& stream);
   // REQUIRES: the mark is not empty.
   explicit CopyEnd(std::shared_ptr<const CopyMark> mark);

@@ -15,7 +15,7 @@ namespace fastpersist {
 // Copyable; thread-safe.
 class RowKernel {
  public:
-  // Rows have a multiple of so many bytes.
+  // The size of a row is a multiple of so many bytes.
   static constexpr uint32_t kWordBytesMin = 4;
 
   // The first load for a device makes the driver compile the kernel, which takes milliseconds; if that fails, later
@@ -25,10 +25,10 @@ class RowKernel {
 
   // Start to copy in a stream of the caller (as of CopyStream::FollowCaller): for each i the row `rows[i]` of `source`
   // becomes the row `places[i]` of `target`. Source, rows and places are pinned, and both tables lie on boundaries of
-  // 16 bytes. All of it stays as it is until the stream has done this.
+  // 16 bytes. None of this memory may change until the stream has made the copies.
   Status Start(uintptr_t stream, const std::byte* source, CudaAddress target, std::span<const int32_t> rows,
                const int32_t* places) const;
-  // Wait until a stream has done all that it holds.
+  // Wait until a stream has completed all its work.
   Status Wait(uintptr_t stream) const;
 
  private:

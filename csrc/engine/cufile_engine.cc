@@ -1,6 +1,6 @@
 // The cufile engine: moves bytes between files and a device's memory by GPUDirect Storage (device/cufile.h). Each
 // worker thread makes one call at a time. Buffers are addresses inside a DeviceStaging, or host memory. CuFile::Traffic
-// tells which way the bytes took: libcufile silently goes through host memory if it cannot do better.
+// reports the data path: libcufile silently goes through host memory if it cannot do better.
 #include <cerrno>
 #include <memory>
 #include <mutex>

@@ -75,22 +75,22 @@ class IoEngine {
   // Requests that are queued, in the kernel, or completed and not reaped.
   virtual size_t in_flight() const = 0;
 
-  // The error that a library between engine and kernel gave the last failed request and no errno expresses, such as
-  // "CU_FILE_IO_DISABLED (5034)". Empty if the errno says all.
+  // The error of the last failed request as a library between engine and kernel reported it, if no errno expresses it,
+  // such as "CU_FILE_IO_DISABLED (5034)"; else empty.
   virtual std::string last_failure() const { return {}; }
 };
 
 struct EngineOptions {
   // "uring", "libaio", "threads" (direct), each also with "-buffered"; "cufile" (direct, and for memory of a CUDA
-  // device: device/cufile.h); "null" (moves nothing, says it did);
+  // device: device/cufile.h); "null" (moves nothing, but reports success);
   // in test builds also "fault:<engine>", which wraps another and applies the FaultPlan (engine/fault_engine.h).
   std::string name;
   uint32_t queue_depth = 8;   // 1 … 4096
   uint32_t thread_count = 0;  // threads and cufile only; 0: min(queue_depth, 16)
   // Reap does not wait while this descriptor is readable. Its owner is the caller. Not for cufile.
   int wake_fd = -1;
-  // Not empty: the buffers of all requests lie in it, and it stays mapped as long as the engine. uring pins it once,
-  // not at each request, where the kernel and its limit of locked memory permit.
+  // If not empty: the buffers of all requests lie in this memory, and it stays mapped as long as the engine lives.
+  // uring pins it once instead of at each request, if the kernel and the limit of locked memory permit.
   std::span<std::byte> memory = {};  // NOLINT(readability-redundant-member-init): gcc warns without it
 };
 

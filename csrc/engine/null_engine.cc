@@ -1,4 +1,4 @@
-// The null engine: completes every request at once and moves nothing. It shows the cost of everything but the disk.
+// The null engine: completes every request at once and moves nothing. It shows the cost of everything except the disk.
 #include <algorithm>
 #include <utility>
 #include <vector>

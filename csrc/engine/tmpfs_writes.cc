@@ -24,7 +24,7 @@ namespace {
 
 // For smaller requests, mapping costs more than it gains.
 constexpr uint32_t kRequestBytesMin = 1 << 20;
-// One thread of pwrite(2) moves about as much as two that fill small pages of a mapping.
+// One thread with pwrite(2) is about as fast as two that fill small pages of a mapping.
 constexpr int kCpuCountMin = 4;
 
 // The mount options of a file system; nothing for one of the kernel's own, such as that of memfd_create(2), whose files

@@ -2,8 +2,8 @@
 // and spends most of its time on pages that the file lacks. Here all threads fill a mapping of the file in parallel,
 // with huge pages if the mount gives them on request (huge=advise).
 //
-// The kernel copies into the mapping, not this process: if a page cannot be had (no space, a file cut shorter), the
-// call returns an error, and no SIGBUS comes.
+// The kernel, not this process, copies into the mapping: if a page cannot be allocated (no space, a truncated file),
+// the call returns an error instead of raising SIGBUS.
 #pragma once
 
 #include <sys/types.h>

@@ -44,8 +44,7 @@ int64_t RowTable::IdAt(uint64_t position) const {
 
 RowPlace RowTable::PlaceOf(uint64_t position) const {
   size_t piece = 0;
-  if (pieces_.size() >
-      1) {  // the last piece that begins at or before it; an empty piece begins where the next one does
+  if (pieces_.size() > 1) {  // the last piece that begins at or before it; empty ones begin where the next one does
     piece = static_cast<size_t>(std::ranges::upper_bound(first_rows_, position) - first_rows_.begin()) - 1;
   }
   return {static_cast<uint32_t>(piece), pieces_[piece].offset_bytes + ((position - first_rows_[piece]) * row_bytes_)};

@@ -1,13 +1,13 @@
-// Keeps apart what the kernel does not: direct writes in flight, and writes of the same file through the page cache.
-// When an asynchronous direct write ends, the kernel drops the cached copy of its range. If that copy has become dirty,
-// the kernel cannot drop it: stale bytes stay cached and reach the disk later. Disjoint pages do not help: the kernel
-// drops whole folios of up to 2 MiB (ext4 since Linux 6.16, xfs since 5.18, once the file was read through the page
-// cache).
+// Keeps direct writes in flight apart from writes to the same file through the page cache, which the kernel does not
+// do. When an asynchronous direct write ends, the kernel drops the cached copy of its range. If that copy has become
+// dirty, the kernel cannot drop it: stale bytes stay cached and reach the disk later. Disjoint pages do not help: the
+// kernel drops whole folios of up to 2 MiB (ext4 since Linux 6.16, xfs since 5.18, once the file was read through the
+// page cache).
 //
 // Direct writers therefore hold a shared lock while their writes are in flight. A buffered writer holds it alone, from
 // its first byte until nothing is dirty any more. The lock belongs to open file descriptions and to a byte beyond every
 // file's end, so it works between all processes of the machine. A side that waits to be alone holds a second byte, the
-// turnstile, which the others pass on their way in: no side starves.
+// turnstile, which every side must pass to enter: so no side starves.
 //
 // Source: fcntl(2), "Open file description locks"; the kernel's message "Page cache invalidation failure on direct I/O.
 // Possible data corruption due to collision with buffered I/O!" (mm/filemap.c).

@@ -119,7 +119,7 @@ Status FileWriter::Abort(Status status) {
   }
   copying_.clear();
   // All buffers are idle: give them back now. After Ctrl-C, a traceback may keep the writer alive, and later transfers
-  // would wait for it for ever.
+  // would wait for its buffers for ever.
   const BufferShare given_back(std::move(share_));
   return failed_;
 }

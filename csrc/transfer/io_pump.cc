@@ -10,7 +10,7 @@ namespace fastpersist {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(50);
-// A kernel that lacks resources for this long will not find them any more.
+// If a kernel has lacked resources for this long, waiting longer does not help.
 constexpr auto kRefusedLimit = std::chrono::seconds(30);
 constexpr auto kRefusedPause = std::chrono::milliseconds(1);
 
@@ -20,7 +20,7 @@ bool SaysNotSupported(int sys_errno) {
   return sys_errno == EOPNOTSUPP || sys_errno == ENOSYS || sys_errno == EINVAL || sys_errno == EPERM;
 }
 
-// A file system in user space takes the flag O_DIRECT in any case, and may refuse the requests.
+// A file system in user space (FUSE) always accepts the flag O_DIRECT, but may refuse the requests.
 constexpr char kPerhapsNotDirect[] =
     "the file system may take no direct I/O; engine='threads-buffered' goes through the page cache";
 

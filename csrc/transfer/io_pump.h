@@ -33,11 +33,11 @@ struct PumpOptions {
   std::function<Status(uint64_t done_bytes)> poll;
   // True: a failed request is reported with its tag, and the others go on. False: the first failure ends the transfer.
   bool outlives_failures = false;
-  // True: the pump gives back the writes that a direct engine left over, since the page cache needs a lock for this
-  // file. False: the pump does them itself.
+  // True: if a direct engine is replaced, the pump returns its unfinished writes, since writes through the page cache
+  // need a lock for this file. False: the pump does them itself.
   bool gives_writes_back = false;
-  // What another pump has found out about these files. To ask again would set and clear O_DIRECT beneath that pump, and
-  // its reads and writes would fail that are not aligned.
+  // The limits that another pump has found for these files. Asking again would set and clear O_DIRECT under that pump,
+  // and its unaligned reads and writes would fail.
   std::optional<DirectIoLimits> limits = std::nullopt;
   // As in EngineOptions.
   std::span<std::byte> memory = {};  // NOLINT(readability-redundant-member-init): gcc warns without it
@@ -96,11 +96,12 @@ class IoPump {
   // Wait until a request is finished, nothing is in flight, or the time is over; add all finished requests to
   // `finished`. Returns the error that stops all requests (of the engine, of the poll, or the first failure unless the
   // pump outlives those), and so does every later call. `batch_count`: wait for so many completions at a time, if as
-  // many are in flight, since each wait costs the processor a switch.
+  // many are in flight, since each wait costs a context switch.
   Status Collect(std::chrono::milliseconds wait_at_most, std::vector<Finished>& finished, size_t batch_count = 1);
   Status Collect(std::vector<Finished>& finished) { return Collect(std::chrono::milliseconds::max(), finished); }
 
-  // Wait until the kernel has released every buffer, whatever becomes of the requests. The pump is useless afterwards.
+  // Wait until the kernel has released every buffer, whether the requests succeed or not. The pump is unusable
+  // afterwards.
   void Abandon() noexcept;
 
   size_t in_flight() const { return in_flight_count_; }
@@ -108,13 +109,13 @@ class IoPump {
   const std::string& engine_name() const { return engine_name_; }
   // A direct engine takes offsets and lengths that are multiples of this.
   uint64_t block_bytes() const { return direct() ? BlockBytesOf(limits_) : kBlockBytesMin; }
-  // The same without a lower limit: what the device itself asks for; 1 through the page cache.
+  // The same without a lower limit: the block size that the device itself needs; 1 through the page cache.
   uint32_t device_block_bytes() const { return direct() ? limits_.offset_alignment_bytes : 1; }
   bool direct() const { return engine_ != nullptr && engine_->limits().direct; }
   // Of all files together.
   const DirectIoLimits& limits() const { return limits_; }
   uint64_t done_bytes() const { return done_bytes_; }
-  // Why the pump has left each earlier engine of the list, one sentence each.
+  // Why the pump has abandoned each earlier engine of the list, one sentence each.
   const std::vector<std::string>& demotions() const { return demotions_; }
 
  private:

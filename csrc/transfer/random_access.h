@@ -57,8 +57,8 @@ class FileRequest : public std::enable_shared_from_this<FileRequest> {
   // Wait until it is done, at most `time`; returns whether it is.
   bool WaitFor(std::chrono::milliseconds time) const;
 
-  // REQUIRES, for all below: done().
-  // The first failure, but the end of the file only without another one, and at its lowest place in the part.
+  // REQUIRES, for all below: done(). The first failure. The end of the file is reported only if there is no other
+  // failure, and at its lowest offset in the part.
   const Status& status() const { return status_; }
   uint64_t failed_count() const { return failed_count_; }
   uint64_t done_bytes() const { return done_bytes_; }
@@ -71,7 +71,7 @@ class FileRequest : public std::enable_shared_from_this<FileRequest> {
   void Keep(std::shared_ptr<const void> memory);
   void Drop();
 
-  // Whether a caller has got the failure.
+  // Whether a caller has received the failure.
   bool told() const { return told_.load(std::memory_order_relaxed); }
   void SetTold() { told_.store(true, std::memory_order_relaxed); }
 
@@ -149,7 +149,7 @@ class RandomAccess {
   // sync reports the bytes that the kernel has not tried yet.
   Status WrittenBack();
 
-  // The engine in use, and why earlier ones were left.
+  // The engine in use, and why earlier engines were abandoned.
   std::string engine_name() const;
   std::vector<std::string> demotions() const;
 
