@@ -69,9 +69,9 @@ def save(
 ) -> SaveReport:
     """Save an object to one file that stock tools read.
 
-    When this returns, the file is complete, durable and visible under its name. Until then the name stands for what it
-    stood for before: nobody sees half a file, whatever fails. Programs that have the old file open or mapped keep it.
-    If torch.load would refuse the file with weights_only=True, its default, a RuntimeWarning lists why.
+    When this returns, the file is complete, durable and visible under its name. Until then the name refers to the old
+    file, if there is one: nobody sees half a file, whatever fails. Programs that have the old file open or mapped keep
+    it. If torch.load would refuse the file with weights_only=True, its default, a RuntimeWarning lists why.
 
     Args:
         obj: Any object that torch.save takes: tensors of any dtype, layout and device inside any picklable object. For
@@ -168,7 +168,7 @@ def save_async(
 
     The file is the one that `save` writes. This returns as soon as everything that may change before the optimizer's
     next step is copied. The tensors of the optimizer are written from where they are; its next step waits until the
-    rest of them is copied. The name stands for the old file until the new one is complete and durable. Saves to one
+    rest of them is copied. The name refers to the old file until the new one is complete and durable. Saves to one
     path are written in order.
 
     Until the optimizer's step, or until `wait_captured()` returns, nothing else may change the optimizer's tensors. A
@@ -246,26 +246,26 @@ def load(
         progress: Show bytes, rate and remaining time on standard error.
         engine: "auto", or an engine's name, which then never falls back.
         process_group: Load the same file on all ranks of this group; all of them call this, and each gets the whole
-            object on its own devices. They share the reading if that is faster, so that the disk gives each byte once.
-            The call returns on all ranks or raises on all. A rank waits for another at most for the group's timeout.
-            The calling thread takes part in the group's collectives.
-        mmap: Read nothing now: the tensors are views of the file, whose pages the kernel reads when they are used. For
-            those who want a part of a large file. What is changed in memory stays there. While the tensors live, nobody
-            may write into the file or cut it (a page that is no longer there ends the process); to replace it, as
-            `save` does, is safe. On the CPU only, and with none of `verify`, `engine` and `process_group`.
+            object on its own devices. They share the reading if that is faster, so that each byte is read from the disk
+            once. The call returns on all ranks or raises on all. A rank waits for another at most for the group's
+            timeout. The calling thread takes part in the group's collectives.
+        mmap: Read nothing now: the tensors are views of the file, whose pages the kernel reads when they are used. Use
+            it for a part of a large file. Changes in memory never reach the file. While the tensors live, nobody may
+            write into the file or truncate it (access to a missing page ends the process); replacing it, as `save`
+            does, is safe. On the CPU only, and without `verify`, `engine` and `process_group`.
         keys: Load only what has these names: names as `inspect` lists them, or patterns of `fnmatch` for them, in which
             `*`, `?` and `[…]` stand for dots too: ["model.*", "optimizer.state.*.exp_avg", "step"]. A number in
             brackets, as in `optimizer.state[0]`, may also be written with a dot, and in patterns must be: brackets are
             a set of characters there. The result is the dict that was saved, without the entries that no key matches,
-            in nested dicts too; a dict that loses all entries is left out. What matches comes whole: a dict, a list, an
-            object. So a list is not cut: name it, not what is in it. Only what is chosen is read: the whole storage
-            where a tensor views a part of one; and tensors that cannot be built without their bytes (sparse ones,
-            subclasses), which are then dropped. `verify` reads the whole file, and so does a load that only stock
-            torch.load can do.
+            in nested dicts too; a dict that loses all entries is left out. An entry that matches (a dict, a list, an
+            object) is returned as a whole. Lists are never cut: name the list, not its elements. Only chosen entries
+            are read; if a tensor views a part of a storage, the whole storage; also tensors that cannot be built
+            without their bytes (sparse ones, subclasses), which are then dropped. `verify` reads the whole file, and so
+            does a load that only stock torch.load can do.
         rename: New names, for the checkpoints of others: a dict of prefixes, {"module.": ""}, of which the longest that
             fits is replaced; or a function that takes a name and returns the new one, or None to leave the entry out.
-            Names are those that `inspect` lists, and `keys` choose by the old ones. The result is then one flat dict,
-            whatever dicts were nested in the file; lists and other values stay what they are.
+            Names are those that `inspect` lists; `keys` refers to the old names. The result is then one flat dict, also
+            if the file has nested dicts; lists and other values stay unchanged.
         dtype: Convert all floating-point tensors in dicts, lists and tuples to this dtype, once they are loaded, one
             after the other. All others stay: integers, bools, complex and quantized tensors. An optimizer's counts of
             steps are floating-point tensors too.
@@ -363,8 +363,8 @@ def load_into(
             load_state_dict; or dicts, lists and tuples of these, nested like the object in the file. Plain values
             (numbers, text, None, …) in a dict or a list are set to those of the file. If the target holds such values
             or an optimizer, its dicts also get the plain values that they lack.
-        strict: Demand the same names of tensors on both sides. Without it, names that only one side has are passed
-            over; shapes must still agree, and optimizers fit. A tensor with several names in the target (tied weights)
+        strict: Require the same tensor names on both sides. Without it, names that only one side has are ignored;
+            shapes must still agree, and optimizers must fit. A tensor with several names in the target (tied weights)
             needs only one of them in safetensors, which hold no tensor twice.
         keys: Take only what has these names in the file, or matches these patterns, as in `load`. All else in the
             target stays as it is, and counts as missing only in what is returned. For targets of tensors and Modules.
@@ -379,7 +379,7 @@ def load_into(
             before the filling begins leaves the targets of all ranks unchanged.
 
     Returns:
-        The names that were passed over, as from Module.load_state_dict: `missing_keys` and `unexpected_keys`.
+        The names that were ignored, as from Module.load_state_dict: `missing_keys` and `unexpected_keys`.
 
     Raises:
         CheckpointNotFoundError: There is no such file, or one that an index names is missing.

@@ -1,4 +1,4 @@
-"""Arguments of public functions that make no sense: refused before anything is done, with what was probably meant."""
+"""Checks arguments of public functions before anything is done; an error says what was probably meant."""
 
 from __future__ import annotations
 

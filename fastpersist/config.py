@@ -1,4 +1,4 @@
-"""The tunables: defaults, the tuning files of file systems, and the only place that reads the environment.
+"""Tuning parameters: defaults, the tuning files of file systems, and the only place that reads the environment.
 
 FASTPERSIST_ENGINE       what engine="auto" means: an engine name, or "auto" (default)
 FASTPERSIST_RING_BYTES   host memory for the ring, all transfers together (default 67108864 = 64 MiB)

@@ -120,14 +120,16 @@ class Checkpointer(Uncopied):
             they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
             way, and so can torch's own readers.
         node_local: What the ranks do if they see several file systems at the root. None: the first save fails, and
-            names the hosts and what each sees: a file system is not mounted there. "parts": each keeps a part of every
-            step; load() with the group puts the parts together. "copies": each keeps whole files, which its own ranks
-            share out; any node's copy alone is a checkpoint. All ranks pass the same.
+            names the hosts and what each sees, because a file system may not be mounted there. "parts": each file
+            system keeps a part of every step; load() with the group puts the parts together. "copies": each keeps whole
+            files, which its own ranks write together; each node's copy is a checkpoint by itself. All ranks pass the
+            same value.
         writers: The ranks that write: "all", "node" (one rank of each node), a number, or "auto": on one node up to 8
             ranks (or as many as the coordinator's tuning file says), on several nodes one rank of each.
         check_replicas: Compare all bytes of the tensors that the ranks must have in common, instead of samples.
-        peer_timeout_s: Seconds of silence after which a rank counts as failed: it is stopped, say. The death of its
-            process is noticed at once; a rank that is late but alive is waited for, and the log names it.
+        peer_timeout_s: Seconds of silence after which a rank counts as failed, for example because it is stopped. The
+            death of its process is noticed at once. For a rank that is late but alive, the others wait, and the log
+            names it.
         lock_timeout_s: Seconds for which the first save waits if a process of another host holds the lock. A host that
             has died keeps its lock until its lease on the file server ends (NFSv4: 90 s). 0: it does not wait.
 
@@ -226,11 +228,11 @@ class Checkpointer(Uncopied):
     def rebind(self, process_group: ProcessGroup | None) -> None:
         """Go on with another process group, in the same processes: when ranks were lost, or come back.
 
-        Saves of the old group that are under way are given up, as in close(abort=True), and their threads are waited
-        for; call wait() before this to let them finish. The ranks of the old group are not needed any more, and that
-        group may be destroyed already. Options, arena, optimizers and handlers of signals stay. The next save() and
-        load() are those of the new group: any number of ranks, also in another order. A failure of which nobody has
-        been told is logged, and not raised any more.
+        Saves of the old group that are under way are given up, as in close(abort=True), and this waits for their
+        threads; call wait() before this to let them finish. The ranks of the old group are not needed any more, and
+        that group may be destroyed already. Options, arena, optimizers and handlers of signals stay. The next save()
+        and load() are those of the new group: any number of ranks, also in another order. A failure that was not yet
+        raised is logged, and not raised any more.
 
         All ranks of the new group call this at the same time; in a process that is new, the constructor takes its
         place.

@@ -1,4 +1,4 @@
-"""Explain what a save would do with a state, before it is saved."""
+"""Explain what a save would do with a state, without saving it: `Checkpointer.explain`."""
 
 from __future__ import annotations
 

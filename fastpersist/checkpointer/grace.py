@@ -1,7 +1,7 @@
-"""The time that a process has for a last save: it begins with the signal, and a thread sees when it is over.
+"""The grace period: the time for a last save, from the signal on; a thread notices when it is over.
 
-The training thread may be in a collective that never ends, where it runs no Python. So a thread waits instead. It is
-told through a pipe, as a signal handler may take no lock that the interrupted code holds.
+The training thread may be in a collective that never ends, where it runs no Python. So another thread waits. It gets
+its messages through a pipe, because a signal handler must not take a lock that the interrupted code may hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 __all__ = ["GracePeriod"]
 
-_MORE_S = 0.5  # the thread leaves so much to the training thread, which sees by itself that its time is over
+_MORE_S = 0.5  # the thread waits so much longer: the training thread may notice the end by itself
 
 
 class GracePeriod:
@@ -46,7 +46,7 @@ class GracePeriod:
         return self._limit_s if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
     def end(self) -> None:
-        """End it in time: what was to be done is done."""
+        """End the period in time: the save is done."""
         if self._end_s is not None:
             self._end_s = None
             os.write(self._pipe[1], b"e")

@@ -1,4 +1,4 @@
-"""The ranks that a Checkpointer saves with: they meet, and refuse together what one of them cannot do."""
+"""The ranks of a Checkpointer: they connect, and all refuse arguments that one of them cannot use."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class BoundRanks:
         return 0 if self.ranks is None else self.ranks.rank
 
     def begin(self, subject: str) -> Session | None:
-        """Begin a session of all ranks; None if this one is alone.
+        """Begin a session of all ranks; None if this rank is alone.
 
         Args:
             subject: What it is about, for messages.

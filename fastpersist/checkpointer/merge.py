@@ -1,8 +1,8 @@
 """Make one ordinary file of a checkpoint that lies in pieces: parts in several stores, or shards of a DCP checkpoint.
 
 Parts are byte ranges of the file that one rank alone would have written. They are copied to their places and checked
-against their CRCs, and the whole against the CRC that was recorded when it was saved. Shards are loaded into one state,
-which is then saved: that needs as much memory as the state. The file gets its final name when all of it is durable.
+against their CRCs, and the whole file against its recorded CRC. Shards are loaded into one state, which is then saved:
+that needs as much memory as the state. The file gets its final name when it is complete and durable.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fastpersist.transfer.writer import Pieces, Run, Writer
 __all__ = ["merge"]
 
 _COPIED_BYTES = 32 << 20
-"""Held in memory of what is copied."""
+"""The most bytes in memory while parts are copied."""
 
 
 def merge(
@@ -73,7 +73,7 @@ def merge(
         path: The file to make.
         overwrite: Replace a file that is there.
         format: "torch", "safetensors", or "auto": as the path's suffix says.
-        weights_only: As in torch.load, of what is loaded: shards, and parts that become safetensors.
+        weights_only: As in torch.load, for data that is loaded: shards, and parts that become safetensors.
         engine: "auto", or an engine's name, which then never falls back.
         progress: Show bytes, rate and remaining time on standard error.
 
@@ -259,7 +259,7 @@ def _require_stores(directories: Sequence[str]) -> None:
 
 @contextmanager
 def _one_directory(directories: Sequence[str]) -> Iterator[str]:
-    """Give a directory in which the shards of all these are: a link to each file, where there are several."""
+    """Give a directory that holds the shards of all these directories: with links, if there are several."""
     if len(directories) == 1:
         yield directories[0]
         return

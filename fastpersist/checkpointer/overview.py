@@ -1,4 +1,4 @@
-"""What a notebook shows for a Checkpointer: its steps, newest first, and the saves that are under way."""
+"""The table that a notebook shows for a Checkpointer: its steps, newest first, and unfinished saves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The root of a Checkpointer: made and locked by its first save, named steps in it, and the rules by which steps stay.
 
-The rules are pure. A step is removed only when the newer ones are durable; `commit.removal` removes its directory. An
-error of upkeep after a save costs no step: the log says what was not done.
+The rules are pure functions. A step is removed only when the newer ones are durable; `commit.removal` removes its
+directory. If tidying up after a save fails, no step is lost: the log says what was not done.
 """
 
 from __future__ import annotations
@@ -212,11 +212,11 @@ class Root:
         self._retention = retention
         self._first_lock_timeout_s = self._lock_timeout_s = lock_timeout_s
         self._root_lock: RootLock | None = None
-        self._device: int | None = None  # of the directory, when its lock was taken last
+        self._device: int | None = None  # of the directory, when its lock was last taken
         self._lock = threading.RLock()  # re-entrant, for signal handlers; not held while anything is removed
         self._metrics: dict[int, Mapping[str, float]] | None = None  # of the committed steps, in order of commit
         self._next_number = 1
-        self._may_have_missed = False  # a step: its save has failed, perhaps when it was visible already
+        self._may_have_missed = False  # the save of a step has failed, perhaps after the step became visible
         self._resumed: int | None = None
         self._resumed_at: int | None = None  # the greatest number then, as far as it is known
         self._events: EventLog | None = None
@@ -234,14 +234,14 @@ class Root:
 
     @property
     def directory(self) -> str:
-        """Where the path led when the lock was taken: what was begun ends there, even if a link is changed."""
+        """Where the path led when the lock was taken: saves under way end there, even if a link is changed."""
         lock = self._root_lock
         return self.path if lock is None else lock.root
 
     def take(self) -> list[str] | None:
         """Make the directory and take its lock, once; again if it was lost, moved away, or a link leads elsewhere.
 
-        Then no step may still wait for `after_commit`, which goes by what was known before.
+        No step may still wait for `after_commit` at that time, because `after_commit` relies on the earlier state.
 
         Returns:
             The directories that were made for it; None if the lock was held already.
@@ -279,7 +279,7 @@ class Root:
         )
 
     def release(self) -> None:
-        """Give the lock back, if it is held; what has happened is in the log then."""
+        """Release the lock, if it is held; the event log is complete then."""
         flush()
         self._unlock()
 
@@ -289,7 +289,7 @@ class Root:
             self._root_lock = None
 
     def hand_over(self) -> None:
-        """Give the lock back; to take it again, wait as at first: another process may have it by then."""
+        """Release the lock; taking it again waits as the first time, because another process may then hold it."""
         self.release()
         self._lock_timeout_s = self._first_lock_timeout_s
 
@@ -314,7 +314,7 @@ class Root:
             self._metrics = None
 
     def note_failed(self) -> None:
-        """Look at the next commit for steps that are not known: a save has failed, perhaps behind its commit point."""
+        """Look for unknown steps at the next commit: a save has failed, perhaps after its commit point."""
         with self._lock:
             self._may_have_missed = True
 
@@ -345,7 +345,7 @@ class Root:
             return self._next_number
 
     def raise_commit_number(self, number: int) -> None:
-        """Let no commit number that is given out be less than this: another store has such steps."""
+        """Make all later commit numbers at least this large: another store has such steps."""
         with self._lock:
             self._next_number = min(max(self._next_number, number), COMMIT_NUMBER_MAX)
 
@@ -434,7 +434,7 @@ class Root:
         return self._remove_unkept(known)
 
     def _remove_unkept(self, committed: Mapping[int, Mapping[str, float]]) -> bool:
-        """Remove the steps that no rule keeps, and what was read when it was replaced; tell if any went."""
+        """Remove the steps that no rule keeps, and replaced directories that were in use; tell if any went."""
         removed = remove_replaced_before(self.directory)
         for old in steps_to_remove(committed, self._retention):
             try:

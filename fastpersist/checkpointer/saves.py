@@ -1,4 +1,4 @@
-"""The saves of a Checkpointer, alone or with other ranks: when one may begin, what it replaces, who learns of errors.
+"""The saves of a Checkpointer, alone or with other ranks: when one may begin, what it replaces, who gets its errors.
 
 `step_saver` writes the files of a step, and its queue follows each save until it is over. `meeting` has the ranks.
 """
@@ -103,7 +103,7 @@ class StepSaves:
             self._queue.deliver()
         step = step_of(step, state)
         require_bools(overwrite=overwrite)
-        # A loop that went back to an older step comes by the damaged one again.
+        # A loop that went back to an older step reaches the damaged one again.
         overwrite = overwrite or replaces == step or self._root.is_damaged(step)
         busy = "wait" if is_last else self._busy
         return self._begin(step, state, rank_state, checked_metrics(metrics), overwrite, busy)
@@ -162,7 +162,7 @@ class StepSaves:
         has_root = False
         try:
             if is_coordinator and not self._root.is_locked():
-                self._queue.join(None)  # what follows these saves goes by what is known of the root now
+                self._queue.join(None)  # until then, these saves rely on the present state of the root
                 self.own_root()
             has_root = True
             if together is not None and self.bound.needs_stores():
@@ -194,7 +194,7 @@ class StepSaves:
         return pending
 
     def _look_again_after(self, pending: PendingSave) -> None:
-        """Have retention find a step that was published by a save that failed then."""
+        """Let retention find a step whose save published it and then failed."""
         # A node's own root may hold parts of steps that were never committed.
         if pending.stats.error and not pending.skipped() and self.bound.stores.node_local is None:
             self._root.note_failed()

@@ -4,8 +4,8 @@ A signal handler may run between any two instructions, even in the middle of an 
 signal. The training thread saves after the optimizer's next step or in poll(), or the loop saves by itself. Then the
 signal's earlier handler runs. If the save fails, the log says so first.
 
-With several ranks, a signal reaches each in another step, or only one of them. They agree on one occasion first
-(`distributed.stop_agreement`); from it on, all of them behave as if the signals of all had come to each.
+With several ranks, a signal reaches the ranks in different steps, or only one rank. They first agree on one occasion
+(`distributed.stop_agreement`); from then on, each behaves as if it had got the signals of all.
 
 While the optimizer's step runs, a loop that counts after it still has the number of the previous step, and may have
 saved under that number. So a step that is there is never replaced: the save waits for the next occasion.
@@ -65,7 +65,7 @@ class SignalSave:
         self._is_saved = is_saved
         self._make_state: MakeState | None = None
         self._previous: dict[int, Any] = {}
-        self._passed_on: dict[int, Any] = {}  # handlers for those who have replaced ours, and still call it
+        self._passed_on: dict[int, Any] = {}  # handlers for code that has replaced ours, and still calls it
         self._going_on: list[int] = []  # signals whose earlier handler runs
         self._noted: list[int] = []  # each signal once, in the order in which they came
         self._is_told = False
@@ -122,7 +122,7 @@ class SignalSave:
     def uninstall(self) -> None:
         """Put the earlier handlers back, except where somebody else has replaced ours meanwhile.
 
-        Who has replaced ours may call it later, as the handler before his: then it calls the earlier one.
+        Code that has replaced our handler may call ours later, as its predecessor: then ours calls the earlier one.
 
         For a signal that was noted, and for which nothing is saved yet, the earlier handler runs now.
         """
@@ -252,7 +252,7 @@ class SignalSave:
         return True
 
     def _end_without(self) -> None:
-        """The grace period is over, and the training thread does not see it; on a thread that watches."""
+        """Called on the watching thread: the grace period is over, and the training thread has not noticed."""
         noted = list(self._noted)
         if not noted:
             return

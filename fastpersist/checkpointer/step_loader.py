@@ -1,7 +1,8 @@
 """Load a step of a root: choose the step, load its state and this rank's own file; the same step on all ranks.
 
-If the newest step is damaged, one process goes back to an older step. Several ranks must not choose each for itself:
-the coordinator chooses, all ranks load, and a failure on one is a failure on all. `restore` reads the files.
+If the newest step is damaged, a single process goes back to an older step. With several ranks, a rank must not choose
+for itself: the coordinator chooses, all ranks load, and a failure on one is a failure on all. `restore` reads the
+files.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _Unusable = (CorruptionError, StorageError, CheckpointNotFoundError)
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The options of `Checkpointer.load`; and `copies`: each node has steps of its own, and those of all count.
+    """The options of `Checkpointer.load`; and `copies`: each node has steps of its own, and all of them count.
 
     Raises:
         ConfigError: An option makes no sense.
@@ -329,7 +330,7 @@ def look_together(
         if not everywhere:
             dist.broadcast_object_list(own, src=dist.get_global_rank(group, 0), group=group)
         found = own
-        if everywhere or own == [({}, None)]:  # its host may be new, and take part in loading what others hold
+        if everywhere or own == [({}, None)]:  # its host may be new: it then gets the data of others
             found = [None] * count
             dist.all_gather_object(found, own[0] if everywhere or rank == 0 else looked(), group=group)
     if error is not None:
@@ -355,8 +356,8 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
     is_open = False
 
     def checks_files(manifest: CheckpointManifest) -> bool:
-        # Of a thousand ranks one looks at all files, and the others hear if it fails: they look at what they read.
-        # Where each node has files of its own, each rank looks at those.
+        # Of a thousand ranks, one looks up all files and tells the others if one is missing; they look up what they
+        # read. If each node has files of its own, each rank looks up those.
         names = {entry.name for entry in manifest.files}
         return options.rank == 0 or not names.isdisjoint((PARTS_NAME, COPY_NAME))
 
@@ -445,7 +446,7 @@ def _resize(
     state: dict[str, Any],
     read: Callable[[str, CheckpointSource], Any],
 ) -> None:
-    """Offer what each rank of the save had of its own to `on_resize`; without it, warn that it is left out."""
+    """Pass the rank_states of the save to `on_resize`; without on_resize, warn that they are left out."""
     if found.rank_count > _RANK_COUNT_MAX:
         raise FormatError(f"its manifest says that {found.rank_count} ranks have saved it", path=found.path)
     asks = options.on_resize is not None and options.wants_rank_state
@@ -470,7 +471,7 @@ class _Step(Protocol):
 
     @property
     def rank_count(self) -> int:
-        """By how many ranks it was saved, as its manifest says."""
+        """The number of ranks that saved it, from its manifest."""
 
     @property
     def are_shards(self) -> bool:
@@ -568,7 +569,7 @@ class _WholeStep:
 
 
 class _StepInParts(StepParts):
-    """A step whose parts lie in several node-local stores: the ranks hand them to each other."""
+    """A step whose parts lie in several node-local stores: the ranks send them to each other."""
 
     def shards_loader(self, engine: str) -> Callable[..., Any]:
         from fastpersist.dcp.node_local_load import loader_of_parts  # slow import

@@ -197,7 +197,7 @@ class StepSaver:
     # --- what differs for sharded state
 
     def forget_ranks(self) -> None:
-        """Forget what was agreed with the ranks before: others follow, or none."""
+        """Forget the agreements with the present ranks: other ranks follow, or none."""
 
     def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
         """Save the coordinator's part of the state into the directory."""
@@ -237,7 +237,7 @@ class ShardedSaver(StepSaver):
         peer.save_produced(ShardedFiles(required_mapping(step.state), self._owners, self._plans))
 
     def _warn_of(self, state: Any) -> None:
-        """Warn of objects that a load refuses, and of keys that come back as text."""
+        """Warn of objects that a load refuses, and of keys that a load returns as text."""
         objects: dict[str, Any] = {}
         changed: list[str] = []
         _find_objects(state, "", objects, changed)
@@ -380,7 +380,7 @@ class SaveQueue:
         self._failed.extendleft(reversed(failed))
 
     def deliver(self, failed: deque[PendingSave] | None = None) -> None:
-        """Raise the oldest failure that nobody has been told yet, or warn of all; of `failed`, or of those it keeps."""
+        """Raise the oldest failure not yet delivered, or warn of all: those in `failed`, else those kept here."""
         if failed is None:
             failed = self._failed
         while failed:
@@ -395,7 +395,7 @@ class SaveQueue:
             warn_caller(f"a checkpoint was not saved, training goes on: {error}")
 
     def log_failed(self, when: str) -> None:
-        """Log the failures that nobody has been told yet, where they cannot be raised: "while …"."""
+        """Log the failures not yet delivered, if they cannot be raised: "while …"."""
         for pending in self.take_failed():
             if failure := pending.undelivered_error():
                 _log.error("%s: %s", when, failure)

@@ -1,4 +1,4 @@
-"""Names on disk: temporary, durable, visible; of files and of directories. Locks, removal, the listing of steps.
+"""The commit protocol: files and directories become durable, then visible. Locks, removal, the listing of steps.
 
 Where to look:
 

@@ -129,7 +129,7 @@ class Filesystem:
             return os.fstat(fd)
 
     def close(self, fd: int, path: str) -> None:
-        """Close a file; after an error it is closed, too. Network file systems report here what they have lost."""
+        """Close a file; after an error it is closed, too. Network file systems report lost writes here."""
         with storage_errors("closing", path):
             os.close(fd)
 
@@ -186,7 +186,7 @@ class Filesystem:
 
 
 def close_quietly(fd: int, path: str) -> None:
-    """Close a file through which nothing was written that must stay; an error only goes to the log."""
+    """Close a file whose written bytes are not needed any more; an error only goes to the log."""
     try:
         filesystem().close(fd, path)
     except StorageError as error:

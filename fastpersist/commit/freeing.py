@@ -1,8 +1,8 @@
-"""Free the space of a large file that a rename replaces, while the caller goes on; and make room on a full disk.
+"""Free the space of a large replaced file in the background; and make room on a full disk.
 
-The kernel frees a file's blocks and pages when its last name and its last descriptor go: inside of the rename, which
-for a gigabyte takes a tenth of a second and more. Here a descriptor keeps the file until the rename is durable, and a
-thread closes it.
+The kernel frees a file's blocks and pages when its last name and its last descriptor are gone. Inside a rename this
+takes a tenth of a second and more for a gigabyte. So this module keeps a descriptor of the file until the rename is
+durable, and a thread then closes it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _freeing: dict[threading.Thread, int | None] = {}  # its descriptor, until it cl
 
 
 class MakesRoom(Protocol):
-    """Knows what else may go when the disk is full."""
+    """Knows what may be removed when the disk is full."""
 
     def make_room(self, path: str) -> bool:
-        """Free what may go in favour of this file; return False if there is nothing."""
+        """Free space for this file; return False if there is nothing to remove."""
 
 
 _makers: weakref.WeakSet[MakesRoom] = weakref.WeakSet()
 
 
 def offer_room(maker: MakesRoom) -> None:
-    """Ask this one, too, when a file finds the disk full, as long as it exists. Thread-safe."""
+    """Also ask this object, while it exists, when a file finds the disk full. Thread-safe."""
     with _lock:
         _makers.add(maker)
 
 
 def reserve(fd: int, size_bytes: int, path: str) -> None:
-    """Reserve space for a file; on a full disk, once more when all that may go is gone. Thread-safe.
+    """Reserve space for a file; on a full disk, try once more after everything removable is gone. Thread-safe.
 
     Raises:
         NoSpaceError: The file system is full.
@@ -62,7 +62,7 @@ def reserve(fd: int, size_bytes: int, path: str) -> None:
 
 @contextmanager
 def freed_later(path: str) -> Iterator[None]:
-    """Keep what has this name now until the block ends; then a thread lets it go. Thread-safe.
+    """Keep the file with this name until the block ends; then a thread frees it. Thread-safe.
 
     Args:
         path: The name that is replaced in the block; nothing, a small file, or something else may have it.
@@ -115,7 +115,7 @@ def _close_in_thread(fd: int) -> None:
 
 
 def _close_in_child() -> None:
-    """Let go of what a child has inherited, which would keep the space as long as the child lives."""
+    """Close the descriptors that a child has inherited: they would keep the space as long as the child lives."""
     global _lock
     _lock = threading.RLock()
     for fd in _freeing.values():

@@ -54,8 +54,8 @@ ROOT_LOCK_NAME = ".lock"
 _ATTEMPT_COUNT = 100
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# A committed manifest is locked only for moments: from its rename until its writer closes it, and in a removal until
-# the directory has lost its name. A lock that stays longer is that of a process that was stopped there.
+# A committed manifest is locked only for moments: from its rename until its writer closes it, and during a removal
+# until the directory has lost its name. A longer lock belongs to a process that was stopped at that point.
 _READER_PATIENCE_S = 5.0
 _HINT_BYTES = 512
 _NO_LOCKS = "no locks"
@@ -270,7 +270,7 @@ def is_root_on(root: str, device: int, former: int) -> bool:
 
 
 class _Owner(NamedTuple):
-    """Who holds the lock of a root, in words; if on another host, the lock may outlive it for a while."""
+    """The holder of a root's lock, in words; if it is on another host, the lock may outlive it for a while."""
 
     name: str
     is_elsewhere: bool
@@ -329,7 +329,7 @@ class RootLock:
             if found.is_here and not has_collected:
                 has_collected = True
                 _await_writing_threads()
-                gc.collect()  # a Checkpointer that nobody has any more keeps its lock until Python looks for cycles
+                gc.collect()  # an unreferenced Checkpointer keeps its lock until Python collects cycles
                 continue
             if not found.is_elsewhere or time.monotonic() >= deadline_s:
                 raise ConfigError(
@@ -403,8 +403,8 @@ class RootLock:
     def is_held(self) -> bool:
         """Tell whether the lock is still that of the directory.
 
-        Somebody may have removed or renamed the root. And a record lock ends when anything in this process closes
-        another descriptor of the file, as a copy of the root does.
+        Somebody may have removed or renamed the root. Also, the kernel drops a record lock when this process closes any
+        other descriptor of the file, as when it copies the root.
         """
         try:
             found = os.lstat(self._path)

@@ -115,7 +115,7 @@ def committed_path(parent: str, name: str) -> str | None:
 
 
 def replaced_directories(path: str) -> list[str]:
-    """Return the paths of complete directories that had this name, or were to get it, and have a hidden one now."""
+    """Return the paths of complete directories with a hidden name that had this name, or were to get it."""
     parent, name = os.path.split(path)
     return [leftover.path for leftover in _leftovers(parent, name) if _has_manifest(leftover.path)]
 
@@ -254,7 +254,7 @@ def remove_replaced(path: str) -> None:
 
 
 def remove_replaced_before(parent: str) -> bool:
-    """Remove what this process has replaced in a directory earlier, if nobody reads it any more; tell if any went."""
+    """Remove directories that this process has replaced here, if nobody reads them any more; tell if any went."""
     removed = False
     for path in [path for path in list(_read_when_replaced) if os.path.dirname(path) == parent]:
         _read_when_replaced.discard(path)

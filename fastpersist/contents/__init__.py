@@ -1,4 +1,4 @@
-"""What saved files hold, looked at and rewritten without loading it: streamed in pieces, in bounded memory.
+"""Inspects and converts the contents of saved files without loading them: streamed in pieces, in bounded memory.
 
 Where to look:
 

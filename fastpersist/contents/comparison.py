@@ -1,7 +1,7 @@
-"""Two sources: what only one of them has, what is described differently, and tensors whose bits differ.
+"""Compares two sources: names that only one has, other dtypes or shapes, and tensors whose bits differ.
 
-Both are read side by side, piece by piece. Pieces with equal bits are compared by memcmp and cost no more than the
-disk; only where bits differ are values looked at.
+Both are read side by side, piece by piece. Pieces with equal bits are compared by memcmp, at the speed of the disk;
+values are examined only where bits differ.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Comparison:
         only_in_a: Names of tensors that only A has.
         only_in_b: Names of tensors that only B has.
         described: Tensors of another dtype or shape, by name: what each is in A and in B.
-        values: What is no tensor and differs, by name: as text in A and in B; None where it is missing. Metadata of
-            safetensors are compared only where both have some: other files have none.
+        values: Differing entries that are no tensors, by name: as text in A and in B; None where one is missing.
+            Metadata of safetensors are compared only if both have some: other files have none.
         tensors: Tensors of the same dtype and shape whose bits differ.
         equal_count: Tensors whose bits are equal.
         compared_bytes: Bytes of tensors that were read of each.

@@ -1,8 +1,9 @@
-"""One source into new files: another format, dtype, names, or number of files, streamed in pieces.
+"""Converts a source to new files: another format, dtype, names, or number of files, streamed in pieces.
 
-The files are planned first, as for a save, of tensors that have no memory; so they are what `fastpersist.save` would
-write of the same tensors. Then their bytes stream from the source. Each piece gets a CRC when it has been read: what is
-written must have the same, and all of a tensor the one that the source records. Else nothing gets its final name.
+The files are first planned as for a save, with tensors that have no memory; so they equal the files that
+`fastpersist.save` would write. Then the bytes stream from the source. Each piece gets a CRC when it has been read: the
+written bytes must have the same CRC, and those of a whole tensor the CRC that the source records. Otherwise nothing
+gets its final name.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _METADATA = {"format": "pt"}
 
 
 class Wish(NamedTuple):
-    """What becomes of the tensors of a source.
+    """The options of a conversion.
 
     Attributes:
         patterns: Only tensors with such a name; all if there are none.
@@ -71,7 +72,7 @@ class Conversion(NamedTuple):
         size_bytes: Length of all files.
         file_count: How many there are, without an index.
         checked_count: Tensors whose bytes were compared with the CRCs of the source.
-        dropped_values: Names of what is no tensor and was left out.
+        dropped_values: Names of entries that are no tensors, and were left out.
         total_s: Seconds that it took.
     """
 
@@ -116,7 +117,7 @@ def convert(
     Args:
         contents: The source, open; its files may be closed when this returns.
         path: The file or directory to make.
-        wish: What is written how.
+        wish: The options.
         engine: "auto", or an engine's name, which then never falls back.
         on_read: Told the bytes of each batch that was read.
 
@@ -371,7 +372,7 @@ class _Sums:
         return align_up(piece.data.numel() // stored.dtype.itemsize * dtype.itemsize, 64)
 
     def check(self, crcs: Sequence[int]) -> None:
-        """Compare them with those that the source records, and with those of what was written.
+        """Compare the CRCs with those that the source records, and with those of the written bytes.
 
         Raises:
             ChecksumError: A tensor of the source is damaged.

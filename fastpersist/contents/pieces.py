@@ -1,8 +1,8 @@
-"""The bytes of stored tensors, piece by piece: several pieces are on their way from the disk while one is looked at.
+"""Reads the bytes of stored tensors, piece by piece: several pieces are read ahead while one is processed.
 
-Reads are whole blocks into memory that begins on a page, so a direct engine needs no second copy, wherever tensors
-begin; what lies close together is read at once. A tensor that does not lie in order (a transposed view, say) is the
-exception: it is read whole, as much of its storage as it spans.
+Reads are whole blocks into page-aligned memory, so a direct engine needs no second copy, wherever tensors begin; pieces
+that lie close together are read at once. A tensor whose elements are not in order in the file (a transposed view, for
+example) is the exception: its whole span of the storage is read.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class _Batch:
         return self._pieces
 
     def wait(self) -> None:
-        """Wait until nothing writes to the buffer any more; errors are nobody's business."""
+        """Wait until nothing writes to the buffer any more; errors are ignored."""
         for request in self._requests:
             request.exception()
         self._requests = []

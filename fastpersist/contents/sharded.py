@@ -1,7 +1,7 @@
-"""Tensors in the shards of a torch.distributed.checkpoint: rows of the whole tensor, put together from all parts.
+"""Reads tensors from the shards of a torch.distributed.checkpoint: rows of the whole tensor, from all parts.
 
 `.metadata` says which box of a tensor lies where; `dcp.part_reader` reads any box of any writer's parts. Rows are whole
-along all dimensions but the first, so what they take does not depend on how a tensor was sharded.
+along all dimensions but the first, so the memory that they take does not depend on the sharding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tensors of a file, of a directory of safetensors or of a step, by name, and where the bytes of each lie.
+"""Lists the tensors of a file, of a directory of safetensors or of a step by name, with the places of their bytes.
 
-Headers and pickles are read, no code of the file is run, and no tensor is read here (`pieces`). What is no tensor is
-listed by name as text.
+It reads headers and pickles, runs no code from the file, and reads no tensor (`pieces` does). Entries that are no
+tensors are listed by name, as text.
 """
 
 from __future__ import annotations
