@@ -1,7 +1,7 @@
-"""Text for people: sizes, names that nobody can trust, and the HTML tables that a notebook shows for our objects.
+"""Formats text for people: sizes, untrusted names, and the HTML tables that a notebook shows for our objects.
 
-Names of tensors, files and software come from files of others. `printable` keeps them from commanding a terminal, and
-`html_text` from being read as HTML. What the command line prints beside these is in `cli.terminal`.
+Names of tensors, files and software come from untrusted files. `printable` makes them safe for a terminal, `html_text`
+for HTML. Other output of the command line is in `cli.terminal`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 __all__ = ["count_text", "duration_text", "html_table", "html_text", "printable", "rate_text", "size_text", "time_text"]
 
-_ROWS_MAX = 30  # what one looks through in a notebook; the object has all of them
+_ROWS_MAX = 30  # more would be too long for a notebook; the object has all of them
 _TEXT_MAX = 400  # a name longer than this would hide the others
 
 

@@ -1,4 +1,4 @@
-"""The files of torch.distributed.checkpoint, and HuggingFace's made from shards (`huggingface`).
+"""Saves and loads sharded state in the files of torch.distributed.checkpoint (DCP), or HuggingFace's (`huggingface`).
 
                                  by torch.distributed.checkpoint     by a Checkpointer
     a save begins in             storage_writer, async_stager        save_state

@@ -2,7 +2,7 @@
 
 torch asks a storage writer that is an AsyncStager for the state that its thread then plans and writes. Ours returns the
 same tensors, captured (`dcp.capture`): stable tensors stay where they are, and the optimizer's next step waits for the
-bytes that are not written by then. However a save ends, no step waits longer than the thread of that save lives.
+bytes that are not written by then. However a save ends, a step waits no longer than the save's thread lives.
 
 The storage writers decide what is written, and where.
 """
@@ -66,7 +66,7 @@ class CapturingWriter(StoragePath):
 
     _synchronize_after_execute = True
     _why_collectives = ""
-    """What needs all ranks to agree, for messages."""
+    """The operation for which all ranks have to agree, for messages."""
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class CapturingWriter(StoragePath):
             staged.wait()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process; in another one, the writer is as new."""
+        """Leave out what belongs to this process; in another process, the writer is like a new one."""
         return {**self.__dict__, "_staged": None, "_arena": None, "_owners": None, "_directory": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make new what __getstate__ has left out."""
+        """Recreate the members that __getstate__ has left out."""
         self.__dict__.update(state, _arena=Arena(), _owners=Owners())
 
     # --- what our storage writers share of torch's StorageWriter
@@ -336,12 +336,12 @@ class _Staged:
         self._over.set()
 
     def end_unless_begun(self) -> None:
-        """Let the captured bytes go if no thread writes them: the state is freed, so none will."""
+        """Free the captured bytes if no thread writes them: the state is freed, so none will."""
         if self._writer is None:
             self._end()
 
     def release(self) -> None:
-        """Let the captured bytes go: this rank has written them, or has failed. Its save may go on."""
+        """Free the captured bytes: this rank has written them, or has failed. Its save may go on."""
         self.sharded.capture.release()
         if self._writer in (None, self._staged_by):
             self._over.set()

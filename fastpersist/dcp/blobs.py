@@ -36,7 +36,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """All of a plain tensor's blob but the tensor's bytes and their CRC.
+    """A plain tensor's blob without the tensor's bytes and their CRC.
 
     Attributes:
         head: Bytes before those of the tensor.
@@ -50,7 +50,7 @@ class Blob:
 
     @property
     def alignment(self) -> int:
-        """Of the blob in its file; so the tensor's bytes have it, too."""
+        """Alignment of the blob in its file; the tensor's bytes have the same alignment."""
         return _alignment(self.payload_bytes)
 
     @property
@@ -112,7 +112,7 @@ _BYTE = ctypes.c_char()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but its elements, which lie in memory."""
+    """Tell whether a tensor is plain: nothing but elements in memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

@@ -1,8 +1,9 @@
 """Capture the tensors of a state dict that this rank holds, before the ranks have planned which of them it writes.
 
-All ranks plan together which rank writes what. That takes a while, and training does not wait for it. So all that this
-rank holds is captured as `saving.capture` does it: what an optimizer owns stays in place until the next step, what may
-change at once is copied. With the plan, `settle` drops what other ranks write; `part_writer` writes the rest.
+All ranks plan together which rank writes what. Planning takes a while, and training does not wait for it. So
+`saving.capture` captures everything that this rank holds: tensors of an optimizer stay in place until the next step,
+tensors that may change at once are copied. When the plan is known, `settle` drops the bytes that other ranks write;
+`part_writer` writes the rest.
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ def _below(name: str, key: object) -> str:
 
 
 def _is_shard(value: object) -> bool:
-    """Tell whether this rank holds a part only of this tensor."""
+    """Tell whether this rank holds only a part of this tensor."""
     if isinstance(value, DTensor):
         return value.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in value.placements)
     return isinstance(value, ShardedTensor)

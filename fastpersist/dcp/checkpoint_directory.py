@@ -1,4 +1,4 @@
-"""The directory of a DCP checkpoint: its path, and the other files in it, which stay when a new checkpoint replaces it.
+"""The directory of a DCP checkpoint: its path, and its other files, which stay when a new checkpoint replaces it.
 
 Each other file gets a second name in the new directory (a hard link, or a copy where there are no links) before the two
 directories are exchanged, so it has a name at all times. A file that is added between these two moments is lost
@@ -27,7 +27,7 @@ _BEING_SAVED = re.compile(r"\..+\.(?:pending|retired)-[0-9a-f]{16}", re.DOTALL)
 
 
 class StoragePath:
-    """What our storage writers and readers share: their directory, given at once or by DCP later.
+    """The base of our storage writers and readers: their directory, given at once or later by DCP.
 
     Args:
         path: The directory; None if DCP will tell it.
@@ -71,7 +71,7 @@ class StoragePath:
 
 @dataclass(slots=True)
 class Others:
-    """What is in a directory beside a checkpoint, by its name relative to it.
+    """The other entries of a directory beside the checkpoint, by their relative names.
 
     Attributes:
         directories: Each before what is in it.
@@ -83,14 +83,14 @@ class Others:
 
 
 def find_others(path: str, is_own: Callable[[str], object]) -> Others:
-    """Find what is in a directory beside a checkpoint, and refuse what could not stay there.
+    """Find the other entries of a directory, and refuse those that could not stay there.
 
     Args:
         path: Of the directory; it need not exist.
         is_own: Tells by its name whether a file is part of the checkpoint; MANIFEST.json is.
 
     Raises:
-        ConfigError: The working directory is there, which would be without a name; or a name that no manifest takes.
+        ConfigError: It contains the working directory, which would lose its name; or a name that no manifest takes.
         UnsupportedError: A directory of checkpoints, which may be saved to at this moment; a link to a directory; or
             what is neither file nor directory.
         StorageError: It cannot be listed.
@@ -141,7 +141,7 @@ def _refuse_working_directory(path: str, found: Others) -> None:
 
 
 def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str, int]]:
-    """Give what is beside a checkpoint a second name in the directory that replaces its own.
+    """Give the other entries of a directory a second name in the directory that replaces it.
 
     Args:
         others: What `find_others` has found there.

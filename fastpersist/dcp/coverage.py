@@ -86,8 +86,8 @@ def require_filled(plan: LoadPlan, planner: LoadPlanner, path: str) -> None:
 def is_covered(size: Sequence[int], chunks: Iterable[ChunkStorageMetadata]) -> bool:
     """Tell whether each element lies in a chunk. Chunks lie in the tensor, and have its dimensions.
 
-    Cuts the tensor where that cuts no chunk, and looks at each part in the same way; only where there is no such place
-    (chunks that overlap, or lie around each other like the vanes of a pinwheel) are chunks cut, too.
+    Cuts the tensor at places that cut no chunk, and examines each part in the same way; only if there is no such place
+    (chunks that overlap, or are arranged like a pinwheel) are chunks cut, too.
 
     Args:
         size: Shape of the tensor.
@@ -147,7 +147,7 @@ def _parts(box: _Box, inside: list[_Box]) -> list[tuple[_Box, list[_Box]]] | Non
 
 
 def _groups(box: _Box, inside: list[_Box], dimension: int) -> list[tuple[_Box, list[_Box]]] | None:
-    """Cut a box along a dimension wherever that cuts no chunk; None if there is a place that no chunk reaches."""
+    """Cut a box along a dimension at each place that cuts no chunk; None if no chunk reaches some place."""
     groups: list[list[_Box]] = []
     end = box[0][dimension]
     for one in sorted(inside, key=lambda one: one[0][dimension]):

@@ -1,8 +1,8 @@
-"""Load the sharded state of a step: tensors in place, whatever their sharding, and everything else as it was saved.
+"""Loads the sharded state of a step: tensors in place, whatever their sharding, and everything else as it was saved.
 
-Each rank reads DCP's `.metadata` and plans by itself what it needs of the parts. The order is: the objects, which are
-small; the check that all targets fit; with `verify` the CRCs of all files, divided among the ranks; the agreement of
-all ranks. Only then are tensors filled, and targets changed.
+Each rank reads DCP's `.metadata` and plans by itself what it needs from the parts. It first loads the objects, which
+are small, and checks that all targets fit. With `verify`, the ranks then divide the CRCs of all files among them. When
+all ranks agree, tensors are filled, and targets changed.
 """
 
 from __future__ import annotations
@@ -98,13 +98,13 @@ def load_sharded_state(
         PeerError: Another rank has failed.
     """
     device = _device_of(map_location)
-    # Always: one wrong byte in it may lead anywhere, and it is small.
+    # Always checked: a wrong byte in it may lead anywhere, and the file is small.
     _verify(
         path, [entry for entry in manifest.files if entry.name == METADATA_NAME and entry.crc32 is not None], engine
     )
     reader = reader or FastPersistReader(path, engine=engine)
     metadata = reader.read_metadata()
-    # Thousands of ranks do not look at thousands of parts each: a damaged part raises an error when it is read.
+    # With thousands of ranks, each must not look up thousands of parts: reading a damaged part raises an error anyway.
     tree = _proven_tree(path, reader, metadata, {entry.name: entry.size_bytes for entry in manifest.files})
     targets = dict(into or {})
     if rename is not None:
@@ -241,7 +241,7 @@ def _verify(path: str, entries: Sequence[FileEntry], engine: str) -> None:
 
 
 def _agree(path: str, engine: str, read: Read) -> None:
-    """Wait until all ranks are here: one may have found that its targets do not fit."""
+    """Wait until all ranks reach this point: one may have found that its targets do not fit."""
     metadata_path = os.path.join(path, METADATA_NAME)
     fd = open_regular(metadata_path)
     try:

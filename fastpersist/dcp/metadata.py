@@ -1,4 +1,4 @@
-"""The `.metadata` of a DCP checkpoint, and the plans of other ranks: pickles, read without running what they name.
+"""Reads the `.metadata` of a DCP checkpoint, and plans of other ranks: pickles, read without running their code.
 
 `scan_pickle` lists the calls of a pickle, and makes none of them. Here the calls that DCP's own classes are pickled as
 are read field by field, and each object is made from its fields. A name in the pickle leads to an object only through
@@ -49,7 +49,7 @@ __all__ = ["METADATA_NAME", "Found", "build_pickled", "pickled", "pickled_unfram
 METADATA_NAME = DCP_METADATA_NAME
 
 _SIZE_BYTES_MAX = 1 << 30
-"""Enough for some millions of chunks. Built, they take ten times as much memory; a file of holes costs nothing."""
+"""Enough for millions of chunks. Building them takes ten times as much memory, and a sparse file costs no space."""
 
 _FRAME_BYTES: Final = 9  # the opcode FRAME and a length
 
@@ -178,7 +178,7 @@ def pickled(value: object) -> bytes:
 
 
 def pickled_unframed(value: object) -> bytes:
-    """Pickle what has no bytes in it, without frames, which say where a pickle goes on: so its end may be replaced."""
+    """Pickle an object without bytes in it, without frames: these contain lengths, and the end may be replaced."""
     file = _Pieces()
     pickle.Pickler(file, protocol=4).dump(value)
     header, pieces = file.pieces[0][:2], [file.pieces[0][2:], *file.pieces[1:]]
@@ -240,7 +240,7 @@ def build_pickled(data: bytes) -> Any:
 
 
 class _Builder:
-    """Builds what the nodes of one scanned pickle stand for."""
+    """Builds the objects for which the nodes of a scanned pickle stand."""
 
     def __init__(self) -> None:
         self._built: dict[int, Any] = {}  # by the id of the node; all nodes live as long as the scan

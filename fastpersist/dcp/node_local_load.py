@@ -1,9 +1,9 @@
-"""Load a DCP checkpoint whose parts lie in several node-local stores: ranks that see a part broadcast it.
+"""Loads a DCP checkpoint whose parts lie in several node-local stores: a rank that sees a part broadcasts it.
 
 A `PartsExchange` reads all parts and the metadata as one file, one after the other. Before a rank reads items
-(`FastPersistReader`), it fetches the blobs that lie in parts of other stores into memory: into a file with holes, as
-long as all parts together. Until they are read, a rank holds a second copy of what it needs from other stores; no rank
-holds the whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
+(`FastPersistReader`), it fetches the blobs that lie in parts of other stores into a sparse in-memory file, as long as
+all parts together. Until they are read, a rank holds a second copy of what it needs from other stores; no rank holds
+the whole checkpoint. A rank that sees nothing of the step fetches the metadata in the same way.
 """
 
 from __future__ import annotations

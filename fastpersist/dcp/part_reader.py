@@ -1,8 +1,8 @@
-"""Read tensors from the part files of a DCP checkpoint, ours or those of DCP's own writer, into their targets.
+"""Reads tensors from the part files of a DCP checkpoint, ours or those of DCP's own writer, into their targets.
 
-The place of a plain tensor in our parts is computed. Only the wanted elements are read, straight into the target where
-they are contiguous in both; head and tail of the blob prove that the tensor lies there. Of any other item, both ends
-are read first. If it is a contiguous tensor, it is then read in the same way; else it goes through torch.load.
+The place of a plain tensor in our parts is computed. Only the wanted elements are read, straight into the target if
+they are contiguous in both; head and tail of the blob prove that the tensor lies there. For any other item, both ends
+are read first. If it is a contiguous tensor, it is then read in the same way; otherwise it goes through torch.load.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _RUN_BYTES_MIN = 4096
 
 _HEAD_BYTES = 8 << 10
 _TAIL_BYTES = 66 << 10
-"""What is read of another writer's blob to find its tensor: a zip may end with a comment of 64 KiB."""
+"""Bytes read from another writer's blob to find its tensor: a zip may end with a comment of 64 KiB."""
 
 _LOOK_COUNT = 512
 """The most blobs of other writers that are looked at, at a time."""
@@ -96,7 +96,8 @@ class PartReader:
         name: Of the part.
         engine: Engine name or "auto".
         verify: Check the CRC of every tensor that is read as a whole.
-        inside: In place of the part: the descriptor of a file that has its bytes, which this object closes, and where.
+        inside: Instead of the part: the descriptor of a file with its bytes, which this object closes, and their
+            offset.
 
     Raises:
         CheckpointNotFoundError: The part is missing.
@@ -132,7 +133,7 @@ class PartReader:
         os.close(self._fd)
 
     def read(self, wanted: Iterable[Wanted]) -> None:
-        """Read items to where they belong.
+        """Read items into their targets.
 
         Args:
             wanted: Best in the order of the file. Consumed while items are read.
@@ -180,7 +181,7 @@ class PartReader:
             raise type(error)(message, path=self.path, offset_bytes=one.offset_bytes) from None
 
     def check_place(self, one: Wanted) -> None:
-        """Refuse what does not lie in the part; see `require_place`."""
+        """Refuse an item that does not lie in the part; see `require_place`."""
         require_place(self.path, one.name, one.offset_bytes, one.size_bytes, self._place.size_bytes)
 
     def _add_found(self, one: Wanted, look: _Look, batch: Batch) -> None:
@@ -196,7 +197,7 @@ class PartReader:
             batch.add_found(one, payload)
 
     def _take(self, one: Wanted, data: bytes) -> None:
-        """Hand over the bytes of an item, usually those that torch.save wrote of an object."""
+        """Deliver the bytes of an item, usually those that torch.save wrote of an object."""
         self._check_records(one, data)
         try:
             with self.errors_of(one):
@@ -431,7 +432,7 @@ def _nothing(_: bytes) -> None:
 
 
 class Batch:
-    """What is read at once, and what is done after that."""
+    """A batch of reads, and the work to do afterwards."""
 
     def __init__(self, reader: PartReader) -> None:
         self._reader = reader

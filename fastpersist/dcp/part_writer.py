@@ -1,4 +1,4 @@
-"""Write the part file of one rank of a DCP checkpoint: its items as blobs, in one stream.
+"""Writes the part file of one rank of a DCP checkpoint: its items as blobs, in one stream.
 
 A tensor that is not plain (sparse, quantized, a subclass) goes through torch.save, as in DCP's own writer. The planner
 decides which items these are; `storage_writer` and `save_state` own the directory, its name and its durability.
@@ -46,7 +46,7 @@ def part_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the coordinator tells a rank of its part of a save.
+    """What a rank gets from the coordinator for its part of a save.
 
     Attributes:
         rank: Whose part it is.
@@ -176,7 +176,7 @@ def _write_items(
 
 
 class _BlobStream:
-    """Hands blobs to a writer: many small ones at once, large ones one at a time, so that little is held for them."""
+    """Passes blobs to a writer: many small ones at once, large ones one at a time, to hold little memory."""
 
     def __init__(self, writer: Writer, capture: ShardedCapture | None) -> None:
         self._writer = writer

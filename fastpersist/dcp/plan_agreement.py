@@ -1,6 +1,6 @@
-"""The ranks plan a save of sharded state together, which rank writes which chunks, over a Session without collectives.
+"""The ranks agree which rank writes which chunks of sharded state, over a Session without collectives.
 
-Each rank plans by DCP's planner what it holds; `global_plan` plans for all. For each save, on the writing thread,
+Each rank uses DCP's planner for what it holds; `global_plan` plans for all. For each save, on the writing thread:
 
     followers → coordinator   hello    what is saved; the version of the plan that this rank keeps of an earlier save,
                                        if its tensors are still alike; sums of what it shares with others by that plan
@@ -13,8 +13,8 @@ Each rank plans by DCP's planner what it holds; `global_plan` plans for all. For
     followers → coordinator   done     where each item lies in this rank's part, and the part's length. Of tensors that
                                        lie where the coordinator has them already, only a digest
 
-All but the plans is JSON; the places in `done` follow the JSON, packed. Plans are pickles, and are read without running
-what they name (`metadata`).
+Everything except the plans is JSON; in `done`, packed places follow the JSON. Plans are pickles, and are read without
+running their code (`metadata`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _Sums: TypeAlias = dict[str, int]
 """A sum of the samples of each tensor of a rank, by name."""
 
 _Common: TypeAlias = dict[str, list[str]]
-"""By set of ranks that this one belongs to: the names of the tensors of which they hold the same chunk."""
+"""By set of ranks (this rank among them): the names of the tensors of which they hold the same chunk."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class SharedPlans:
 
     @contextmanager
     def taken(self) -> Iterator[SharedPlans]:
-        """Give these plans to a save, or new ones if another save uses them: saves may overlap on some ranks only."""
+        """Lend these plans to a save, or new ones if another save uses them: saves may overlap on some ranks only."""
         if not self._taken.acquire(blocking=False):
             yield SharedPlans()
             return
@@ -222,7 +222,7 @@ class SharedPlans:
 
     @no_garbage_collection()
     def _plan_for_all(self, told: Sequence[_Told]) -> list[_Common]:
-        """Plan what each rank writes, given what each has told; return what each shares. On the coordinator."""
+        """Plan what each rank writes, from what each has sent; return what each shares. On the coordinator."""
         self._version, self._whole = "", None
         groups, group_of = _grouped(told)
         common = common_of(groups)
@@ -286,7 +286,7 @@ class SharedPlans:
         return str(go["directory"]), str(go.get("save")), str(go.get("kept"))
 
     def _hear_share(self, message: bytes) -> None:
-        """Take what this rank writes, as the coordinator tells it."""
+        """Take the coordinator's plan of what this rank writes."""
         version, items, first_rows, row_counts, objects, common = _unpacked(message, 0, _SHARED)
         tensors, names = self._tensors(), self._objects()
         try:
@@ -371,7 +371,7 @@ _SHARED = (str, bytes, bytes, bytes, bytes, dict)
 
 
 class _Told(NamedTuple):
-    """What a rank tells of what it holds: names and chunks of tensors; objects, and their paths."""
+    """A rank's description of what it holds: names and chunks of tensors; objects, and their paths."""
 
     names: bytes
     chunks: bytes
@@ -501,7 +501,7 @@ def _decompressed(message: bytes, size_bytes_max: int) -> bytes:
 
 
 class _Kinds:
-    """Numbers values: two values that are planned alike have the same number."""
+    """Numbers values: two values that are planned in the same way have the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {}
@@ -533,7 +533,7 @@ def _are_alike(told: Sequence[Mapping[str, int]]) -> bool:
 
 
 def _refuse_parts(items: Sequence[WriteItem]) -> None:
-    """Refuse tensors of which a rank that saves alone holds a part only; with several ranks, DCP finds them.
+    """Refuse tensors of which a single saving rank holds only a part; with several ranks, DCP finds them.
 
     Raises:
         ConfigError: There is one.

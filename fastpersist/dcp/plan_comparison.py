@@ -1,22 +1,22 @@
-"""Check that ranks hold the same under one name: samples of tensors, taken when a save begins, are compared.
+"""Checks that ranks hold the same tensor under one name: compares samples that are taken when a save begins.
 
 One name on several ranks stands for one tensor. One rank's bytes of it are written, or some rows of each rank's. If two
 different tensors have one name (stages of a pipeline whose optimizers number their parameters), one of them would be
-lost, or both would be mixed. So CRCs of samples are compared for what ranks have to hold alike:
+lost, or both would be mixed. So CRCs of samples are compared for tensors that must be the same on all ranks:
 
 - shards of DTensors and ShardedTensors, except partial sums;
 - plain tensors that an optimizer owns, or that lie in its state_dict, except single numbers: the count of updates of a
-  parameter may differ where ranks meet other data;
+  parameter may differ if ranks get other data;
 - plain tensors that are large enough to be cut among ranks.
 
 Other plain tensors (statistics of batches, states of random generators) differ by design: one rank's are saved, as in
 DCP.
 
-In saves of a Checkpointer `plan_agreement` compares the samples, over connections of our own. In torch's own saves they
-travel with the plans, and the coordinator compares them. There a rank does not know what others hold, so it
-samples what they may hold: tensors that would be cut, those in the state_dict of an optimizer, and chunks of DTensors,
-unless each rank has a chunk of its own. To DCP a plan with samples is a SavePlan; the samples are removed before DCP
-makes the plan of all ranks, so what DCP keeps and writes does not depend on them.
+In saves of a Checkpointer, `plan_agreement` compares the samples, over connections of our own. In torch's own saves,
+the samples are sent with the plans, and the coordinator compares them. There a rank does not know what others hold, so
+it samples everything that they may hold: tensors that would be cut, those in the state_dict of an optimizer, and chunks
+of DTensors, unless each rank has a chunk of its own. To DCP a plan with samples is a SavePlan; the samples are removed
+before DCP makes the plan of all ranks, so what DCP keeps and writes does not depend on them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _taken(found: Mapping[str, torch.Tensor]) -> GetSums:
 
 
 class _Judge:
-    """Decides which tensors ranks have to hold alike."""
+    """Decides which tensors must be the same on all ranks."""
 
     def __init__(self, owned: Container[int], rank_count: int) -> None:
         self._owned = owned
@@ -325,7 +325,7 @@ def _refuse_difference(name: str, samples: Mapping[int, _Sampled]) -> None:
 
 
 def two_under_one_name(name: str, difference: str, ranks: Sequence[int], otherwise: str) -> CoordinationError:
-    """Return the error for ranks that have to hold a tensor alike, and do not.
+    """Return the error for ranks that should hold the same tensor, and do not.
 
     Args:
         name: Of the tensor, for DCP.

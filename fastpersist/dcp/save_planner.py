@@ -1,4 +1,4 @@
-"""A DCP save planner that cuts large tensors which several ranks hold alike, so that each of these ranks writes a part.
+"""A DCP save planner that cuts large replicated tensors, so that each of their holders writes a part.
 
 DCP's own planner gives each replicated tensor to one rank as a whole, so one large embedding keeps one rank busy. This
 planner cuts it along its first dimension before DCP removes duplicates, and each holder keeps some of the chunks. To

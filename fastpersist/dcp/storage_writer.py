@@ -60,8 +60,8 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
     Raises:
         ConfigError: Unknown engine or gate, or something that is no optimizer.
 
-    All ranks need to see the directory. A save that fails leaves what had the name as it was. The coordinator's writer
-    removes what such a save has written, at its next save at the latest.
+    All ranks need to see the directory. If a save fails, the existing directory stays as it was. The coordinator's
+    writer removes what such a save has written, at its next save at the latest.
 
     dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. This
     writer is its stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().

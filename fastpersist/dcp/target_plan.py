@@ -1,4 +1,4 @@
-"""Plan for this rank which saved tensor goes to which tensor of a target, and note every reason why they do not fit.
+"""Plans which saved tensor goes to which tensor of this rank's targets, and notes every reason why they do not fit.
 
 The counterpart of `loading.target_plan` for sharded state; both are a `TargetWalk` of `loading.targets`. The saved
 state is a tree of names, with global shapes; a target may hold a shard of each tensor. Reads no file and changes
@@ -446,7 +446,7 @@ def like(value: Any, live: Any) -> Any:
 
 
 def holds_nothing(target: Any) -> bool:
-    """Tell whether a target has no state, such as a disabled scaler: DCP leaves out what is empty."""
+    """Tell whether a target has no state, such as a disabled scaler: DCP leaves out empty entries."""
     if isinstance(target, torch.Tensor):
         return False
     read = getattr(target, "state_dict", None)

@@ -1,11 +1,12 @@
-"""Which rank writes what, given what all ranks hold; for thousands of ranks, so ranks that hold the same are one group.
+"""Decides which rank writes what, from what all ranks hold. For thousands of ranks: equal ranks form one group.
 
-- A chunk that one rank holds, it writes.
+- A chunk that only one rank holds is written by that rank.
 - A chunk of 2 MiB or more that several ranks hold is cut along its first dimension, and each of them writes some rows.
 - Other chunks that several ranks hold, and objects, lie in few files: the first of their holders writes them, until it
   has 64 MiB of such; then the next one. Larger ones go to the holder that has least to write.
 
-Whole tensors come of it: what is not is refused. Ranks that hold one name differently are named.
+The chunks must make up whole tensors; otherwise the plan is refused. An error names ranks that hold different tensors
+under one name.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WHOLE = -1
 
 _CUT_BYTES_MIN = CUT_TENSOR_BYTES_MIN // 2
 _PACKED_BYTES = 64 << 20
-"""So many bytes of small replicas come into one file before the next holder's file is begun."""
+"""So many bytes of small replicas go into one file before the next holder's file is begun."""
 
 _SHOWN_COUNT = 5
 
@@ -145,7 +146,7 @@ class _Chunks:
             first = self.holder(chunk)
             if first[0] != number and lengths == self._groups[first[0]].held.place(first[1])[1]:
                 self.further_holders.setdefault(chunk, []).append((number, item))
-            elif all(lengths) and not self.bytes_of[chunk]:  # an empty chunk has the place: nobody writes that one
+            elif all(lengths) and not self.bytes_of[chunk]:  # an empty chunk has this place, and nobody writes it
                 self.further_holders.pop(chunk, None)
                 self.first_holder[2 * chunk], self.first_holder[2 * chunk + 1] = number, item
                 self.bytes_of[chunk] = math.prod(lengths) * item_bytes[kind]

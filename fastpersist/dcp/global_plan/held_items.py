@@ -1,6 +1,6 @@
-"""What a rank holds of a state, in columns of numbers: a WriteItem of DCP's takes 1 to 2 KB, pickled or not.
+"""Packs what a rank holds of a state into columns of numbers: DCP's WriteItem takes 1 to 2 KB, pickled or not.
 
-Its tensors are told in two blobs, so that what is alike on many ranks is sent and kept once:
+Tensors are described in two blobs, so that content which is equal on many ranks is sent and kept once:
 
     names    the names with their paths; which name, shape and dtype each item has: alike where ranks hold shards
     chunks   where each item lies in its tensor, and the sum of its samples: alike where ranks hold replicas
@@ -33,14 +33,14 @@ NO_SUM = -1
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names, and what each item is; the items are numbered.
+    """Names and kinds of numbered items.
 
     Attributes:
         names: Each once.
         paths: Of names in the state.
         name_of: By item, the number of its name.
         kind_of: By item, the number of its kind.
-        kinds: Items without name and chunk, which stand for all that have their type, shape and properties.
+        kinds: Items without name and chunk, each for all items of the same type, shape and properties.
         starts: By item, where its numbers begin in `HeldTensors.places`; and the end of the last one.
     """
 
@@ -125,7 +125,7 @@ class HeldTensors:
         return self.described.kinds[self.described.kind_of[item]]
 
     def sums_of_items(self) -> Iterator[int]:
-        """Return the sum of each item; NO_SUM where a rank holds several under its name, since a sum is of all."""
+        """Return the sum of each item; NO_SUM if a rank holds several items of one name, since the sum covers all."""
         counts = array("I", bytes(4 * len(self.sums)))
         for name in self.described.name_of:
             counts[name] += 1
@@ -207,7 +207,7 @@ def _column(code: str, data: bytes) -> array[int]:
 
 
 def runs_of(numbers: Sequence[int]) -> bytes:
-    """Pack numbers that mostly follow each other: each run is its first number and its length."""
+    """Pack mostly consecutive numbers: each run as its first number and its length."""
     runs = array("I")
     for number in numbers:
         if runs and runs[-2] + runs[-1] == number:

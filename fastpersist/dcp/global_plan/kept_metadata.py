@@ -1,13 +1,13 @@
-"""DCP's `.metadata`, pickled once for a plan: the next save by that plan writes the same bytes with another end.
+"""Pickles DCP's `.metadata` once for a plan: the next save by that plan writes the same bytes with another end.
 
-A pickle of a million items takes ten seconds and a gigabyte, and from save to save only this changes in it: which save
-it is of, and where objects lie, whose pickles may be longer than before. Both are at the end here:
+Pickling a million items takes ten seconds and a gigabyte. From save to save, only two things change: the identity of
+the save, and the places of objects, whose pickles may have other lengths. Here, both are at the end:
 
     body    the tensors, the paths, DCP's version, and where each tensor's chunks lie
     end     where the objects lie, in the same dict; the save
 
-The body is a pickle of torch's own Metadata that is cut before its dict of places is complete. What follows is pickled
-without references into the body. Any unpickler reads the whole; to it this is one pickle of a Metadata.
+The body is a pickle of torch's own Metadata that is cut before its dict of places is complete. The end is pickled
+without references into the body. To any unpickler, the whole is one pickle of a Metadata.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HuggingFace's safetensors files, written from shards and read into shards.
+"""Writes HuggingFace's safetensors files from shards, and reads them into shards.
 
 Where to look:
 

@@ -1,7 +1,7 @@
-"""Give out the captured bytes of a rank's items in order, with few windows of them in memory at a time.
+"""Provides the captured bytes of a rank's items in order, with few windows of bytes in memory at a time.
 
-A snapshot gives its bytes only to a `Writer`, in order and once: they may be in the arena by then, or still in the
-tensors. Here that writer fills a file in memory that consists of a few windows, used in turn. While one window is
+A snapshot gives its bytes only to a `Writer`, in order and once, because they may be in the arena or still in the
+tensors. Here, this writer fills an in-memory file that consists of a few windows, used in turn. While one window is
 written to the disk the next one is filled, so little is in memory beside the arena, however large the tensors are.
 """
 
@@ -33,7 +33,7 @@ _ENGINE = "threads-buffered"
 
 
 class _Span(NamedTuple):
-    """Bytes of an item that lie together in a window."""
+    """Contiguous bytes of an item in a window."""
 
     slot: int
     at_bytes: int

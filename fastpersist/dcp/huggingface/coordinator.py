@@ -1,8 +1,8 @@
-"""Finish the files of a HuggingFace checkpoint on the coordinator: bytes that other ranks left to it, and the headers.
+"""Finishes the files of a HuggingFace checkpoint on the coordinator: writes the headers, and bytes left by other ranks.
 
-Ranks leave two kinds of bytes: those at the edges of pages to which ranks of several machines would write, and tensors
-of many short runs that could not go through `shared_windows`. They lie in a scratch file of each rank. Everything else
-is written already (`model_part`).
+Ranks leave two kinds of bytes to the coordinator: partial pages, if ranks of several machines would write to them, and
+tensors of many short runs that could not go through `shared_windows`. Each rank puts these bytes into a scratch file.
+Everything else is already written (`model_part`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Box:
 
 
 class _Left:
-    """What a rank has left in its scratch file."""
+    """The bytes that a rank has left in its scratch file."""
 
     def __init__(self, part: ModelPart, items: Iterable[WriteItem], engine: str) -> None:
         self._path = part.scratch_path

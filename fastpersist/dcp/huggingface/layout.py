@@ -1,8 +1,8 @@
 """Plan where each tensor of a model lies in the files of a HuggingFace checkpoint, and each rank's runs of it; no I/O.
 
 Tensors are whole in the files, however they are sharded: names, shapes, dtypes and chunks in the plans of all ranks
-give the place of every byte. A chunk that is cut along inner dimensions lies in many runs. Where these are tiny, the
-ranks of one machine put them together in windows (`shared_windows`). On several machines, and where runs of several
+give the place of every byte. A chunk that is cut along inner dimensions consists of many runs. If the runs are tiny,
+the ranks of one machine assemble the tensor in windows (`shared_windows`). On several machines, and if runs of several
 ranks share a page, the bytes go through a scratch file to the coordinator, which writes them at the end.
 """
 
@@ -47,7 +47,7 @@ _RUN_BYTES_MIN = 16 << 10
 """Chunks of shorter runs are gathered: a disk takes longer for them."""
 
 _UNIT_COUNT_MIN = 16
-"""The same in units: of shorter runs, too much would be left to the coordinator."""
+"""The same limit in units: with shorter runs, too much would be left to the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Place:
         size_bytes: Of all of it.
         gathered: Whether all its bytes go through the coordinator.
         windowed: Whether they go through windows that the ranks share.
-        run_bytes: Of the shortest of the many runs in which a chunk lies; 0 if none lies in many.
+        run_bytes: Length of the shortest run of a chunk with many runs; 0 if there is no such chunk.
     """
 
     file: int

@@ -59,7 +59,7 @@ class ModelPart(Part):
     Attributes:
         names: Of the files.
         places: Of the tensors that it has chunks of.
-        unit_bytes: It writes whole ones of these only; what is left goes through the coordinator.
+        unit_bytes: The rank writes whole units only; the rest goes through the coordinator.
         windows: Through which some of the tensors go.
     """
 

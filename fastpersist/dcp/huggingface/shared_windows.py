@@ -1,12 +1,12 @@
-"""Write tensors that lie in the files as many short runs of all ranks, put together in memory that all ranks map.
+"""Writes tensors of which each rank has many short runs: assembles them in a file that all ranks map.
 
-Such a tensor is processed in *windows* of some whole rows. Each rank copies its chunk of a window to its place there.
-When all ranks have, one of them, a different one for each window, writes it to the file and computes its CRC. The
-windows share a few slots of a file that every rank maps, so no byte is on the disk twice, and little is in memory.
+Such a tensor is processed in *windows* of some whole rows. Each rank copies its part of a window to its place there.
+When all ranks have done so, one of them, a different one for each window, writes the window to the file and computes
+its CRC. The windows use a few slots of the mapped file in turn, so no byte is on the disk twice, and few are in memory.
 
-For ranks of one machine, on a file system that reserves space: there mapped memory cannot run out. Elsewhere the
-coordinator writes such tensors. A rank that fails notes that in the mapped file, and the others notice a rank that
-dies, so none waits for it.
+Windows need ranks of one machine, and a file system that reserves space, so that mapped memory cannot run out.
+Otherwise the coordinator writes such tensors. A rank that fails marks this in the mapped file, and the others notice if
+a rank dies, so none waits for it.
 
 With 4 ranks and runs of 2 KiB (columns of 4096 x 4096, bfloat16, 512 MiB in all), a save took 0.7 s, and 3.0 s through
 scratch files; with runs of 32 KiB it took 0.67 s, and 0.80 s without windows (medians of 5, on a busy machine).
@@ -55,7 +55,7 @@ WINDOWS_NAME = ".windows"
 """The name of the mapped file in the pending directory; it is removed before the directory is published."""
 
 _RUN_BYTES_MIN = 32 << 10
-"""Only chunks of shorter runs go through windows; longer runs each rank writes to their places.
+"""Only chunks of shorter runs go through windows; each rank writes longer runs to their places itself.
 
 Columns of 4 ranks, in turn (2026-11-23, a busy machine): windows were 4.4 times as fast with runs of 2 KiB, and 1.22
 times with runs of 32 KiB.
@@ -122,7 +122,7 @@ class SharedWindows:
         slot_bytes: Of a slot.
         slot_count: How many there are.
         processes: The ranks, as `own_process` names them.
-        tensors: In the order in which they go by.
+        tensors: In the order of processing.
     """
 
     path: str
@@ -168,7 +168,7 @@ def windowed(name: str, place: Place, items: Sequence[Sequence[WriteItem]]) -> W
     row_bytes = place.size_bytes // shape[cut]
     if row_bytes > _WINDOW_BYTES:
         return None
-    for own in items:  # a rank hands them over one behind the other
+    for own in items:  # a rank delivers them one after the other
         rows = sorted((chunk_of(item).offsets[cut], chunk_of(item).sizes[cut]) for item in own)
         if any(low + length > after for (low, length), (after, _) in itertools.pairwise(rows)):
             return None

@@ -98,8 +98,8 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
     Raises:
         ConfigError: Unknown engine or gate, no such size, or something that is no optimizer.
 
-    All ranks need to see the directory. A save that fails leaves what had the name as it was. The coordinator's writer
-    removes what such a save has written, at its next save at the latest.
+    All ranks need to see the directory. If a save fails, the existing directory stays as it was. The coordinator's
+    writer removes what such a save has written, at its next save at the latest.
 
     dcp.async_save plans and writes on a thread of torch's, with collectives: give it a process_group of its own. This
     writer is its stager, too; with AsyncCheckpointerType.PROCESS pass async_stager=DefaultStager().
@@ -205,7 +205,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         return windows
 
     def _remember(self, plans: list[SavePlan]) -> None:
-        """Take the plans, and the last ones of ranks whose planner has left out what has not changed."""
+        """Take the plans; for ranks whose planner has left out unchanged items, their last plans."""
         if not all(plan.usable for plan in plans) and len(self._plans) != len(plans):
             raise ConfigError(
                 "this plan says that nothing has changed since a save with another writer: with "
