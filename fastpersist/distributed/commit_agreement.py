@@ -1,11 +1,11 @@
-"""How a save of several ranks ends: what the ranks tell each other when all is written, each message with both ends.
+"""The end of a save of several ranks: the messages after everything is written, each with both of its ends.
 
     followers → coordinator   own      of a directory: name, length and CRC of each file that is this rank's own
     coordinator → followers   commit … only if there are several stores: `node_local.publishing`
     coordinator → followers   end      it is published
 
-From the moment in which the coordinator knows that all is written (it *settles*), no loss of a follower can make the
-save fail. What it publishes is whole, and a follower that hears no *end* cannot tell whether it was published.
+Once the coordinator knows that everything is written (it *settles*), losing a follower does not make the save fail. The
+published checkpoint is whole. A follower that receives no *end* cannot tell whether it was published.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["gather_own_files", "hear_published", "publish_for_all", "tell_own_fi
 
 
 def tell_own_files(session: Session, files: Sequence[FileEntry]) -> None:
-    """Tell that no more files come, and which are this rank's own; on a follower."""
+    """Send that no more files follow, and list this rank's own; on a follower."""
     session.tell(encoded({"own": [(file.name, file.size_bytes, file.crc32) for file in files]}))
 
 
 def gather_own_files(session: Session) -> Iterator[tuple[int, FileEntry]]:
-    """Wait until no follower has more files; return those that are their own, and whose; on the coordinator.
+    """Wait until no follower has more files; return the followers' own files, and whose they are; on the coordinator.
 
     Raises:
         CoordinationError: A follower tells something else.

@@ -1,6 +1,6 @@
-"""What all ranks have to know or do alike with the steps of a root: rank 0 decides.
+"""Decisions about the steps of a root that must be the same on all ranks: rank 0 makes them.
 
-Each rank may see other steps than rank 0: in a store of its own, or through an older cache.
+A rank may see different steps than rank 0: in a store of its own, or through an older cache.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""The ranks of a process group meet, begin sessions, and hear of each other's failures: `Ranks`.
+"""The ranks of a process group connect, begin sessions, and notify each other of failures: `Ranks`.
 
-They talk beside training, without collectives and without torch's Store. `connections` carries frames on a thread of
-its own, `sessions` has what is said in one session; this module imports both, and neither imports it. The coordinator,
-rank 0, is connected with each follower. When a process dies, the kernel closes its connections, so the other ranks know
-at once. `Ranks.meet` is the only collective.
+They communicate in the background of training, without collectives and without torch's Store. `connections` carries
+frames on a separate thread, `sessions` has the messages of one session; this module imports both, and neither imports
+it. The coordinator, rank 0, is connected with each follower. When a process dies, the kernel closes its connections, so
+the other ranks know at once. `Ranks.meet` is the only collective.
 
-While a call waits for a rank of which nothing was heard lately, the I/O thread asks it whether it is alive (*pulse*);
-the I/O thread there answers, whatever its other threads do (*alive*). So a rank that is late costs time, not the save.
-One that does not answer either is stopped, or its machine is: after `patience_s` its connection is closed as if it had
-died. Two ranks that wait for each other so long do not make the same calls, and the save fails.
+While a call waits for a rank that has sent nothing lately, the I/O thread asks that rank whether it is alive (*pulse*);
+the I/O thread there answers (*alive*), whatever its other threads do. So a late rank costs time, but the save succeeds.
+A rank that does not answer is stopped, or its machine is: after `patience_s` its connection is closed as if it had
+died. If two ranks wait for each other until then, they make different calls, and the save fails.
 
 Each save has a *session*. All ranks begin their sessions in the same order, on the thread that calls save(), so a
 number identifies a session. Ranks may be at different sessions: a message of a session that this rank has not begun is
 kept, one of a session that is over is dropped.
 
-A rank that fails tells the coordinator, which tells all followers. The coordinator acknowledges what a follower tells
-it; what it has not acknowledged may be lost with the connection, and the follower tells it again over the next one. The
-coordinator tells a follower that connects again of all failures. A lost connection fails all sessions that were begun
-and are not over; the follower connects again at once.
+A rank that fails notifies the coordinator, which notifies all followers. The coordinator acknowledges each failure that
+a follower reports. An unacknowledged report may be lost with the connection, so the follower sends it again over the
+next one. When a follower reconnects, the coordinator sends it all failures. A lost connection fails all sessions that
+were begun and are not over; the follower connects again at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Exchange = Callable[[Any], Sequence[Any]]
 
 _FAREWELL_S = 0.4  # how long fail() and close() wait for a rank that does not read
 _RETURN_S = 10.0  # how long the coordinator waits for a follower whose connection was lost before the session
-_PULSE_S = 15.0  # how long nothing may be heard of a rank before it is asked whether it is alive
+_PULSE_S = 15.0  # a rank that has sent nothing for this long is asked whether it is alive
 _MEETING_S = 30.0
 _WELCOME_S = 5.0  # how long an address has to answer before the next one is tried
 _OLD_FAILURE_COUNT = 64
@@ -83,7 +83,7 @@ _OLD_FAILURE_COUNT = 64
 class Ranks:
     """The ranks of one process group, connected with each other; a `sessions.Line`. Thread-safe.
 
-    `meet` makes it. Two objects of the same group do not know of each other.
+    `meet` makes it. Two objects of the same group are independent.
 
     Attributes:
         rank: Of this process in the group.
@@ -235,7 +235,7 @@ class Ranks:
         """
         with self.connections.lock:
             self.connections.take_connections()  # again, if this process had too many open files before
-            self.connections.catch_up()  # a connection that is lost by now was lost before this session
+            self.connections.catch_up()  # a connection that is lost now was lost before this session
             self._begun += 1
             session = Session(self, self._begun, subject)
             session.failure = self._failures.get(self._begun)
@@ -274,7 +274,7 @@ class Ranks:
             self._sessions.pop(session.number, None)
 
     def have_told(self, session: Session, since_s: float) -> bool:
-        """Tell whether each follower has said something in a session, or never will."""
+        """Tell whether each follower has sent something in a session, or never will."""
         for rank, (failure, is_final) in list(self._absent.items()):
             patience_s = min(_RETURN_S, self.patience_s)
             is_final = is_final or time.monotonic() - since_s > patience_s or is_dead(self._processes[rank])
@@ -312,7 +312,7 @@ class Ranks:
     # --- for connections, which hold their lock
 
     def connected(self) -> None:
-        """Tell the coordinator again what may have been lost with an earlier connection."""
+        """Send again to the coordinator what may have been lost with an earlier connection."""
         self._absent.clear()
         for number, failure in self._untold.items():
             self.connections.send(failure.frame(number), [0])
@@ -327,7 +327,7 @@ class Ranks:
             session.forget_offer(rank)
 
     def took(self, rank: int, kind: int, number: int, payload: bytes) -> None:
-        """Hand a message or a failure to its session."""
+        """Pass a message or a failure to its session."""
         self._heard_s[rank] = time.monotonic()
         self._unanswered.pop(rank, None)
         session = self._sessions.get(number)
@@ -365,7 +365,7 @@ class Ranks:
             asked = [rank for rank in asked if now_s - self._heard_s.get(rank, 0.0) >= interval_s]
             self.connections.send(frame(PULSE, session.number), asked)
             self._unanswered.update(dict.fromkeys(asked, 0))
-        # Ticks are counted, and not the time: a process that was stopped itself first hears what has come meanwhile.
+        # Ticks are counted, not the time: after a stop of this process, it first reads what has arrived meanwhile.
         for rank in self._unanswered:
             self._unanswered[rank] += 1
         silent = [rank for rank, ticks in self._unanswered.items() if ticks * interval_s > self.patience_s]

@@ -1,12 +1,12 @@
-"""What the coordinator writes of a file that several ranks write: its blocks of what is cut, and all the rest.
+"""The coordinator's part of a file that several ranks write: its blocks of the cut sources, and everything else.
 
-Its object is what is written. It writes in two passes:
+The file holds the coordinator's object. The coordinator writes in two passes:
 
-1. *early*: its own blocks of what is cut, and all blocks that depend on the CRC of no cut source;
-2. *late*, when all ranks have told the CRCs of what they have written: the blocks with descriptors of cut sources, and
+1. *early*: its own blocks of cut sources, and all blocks that do not depend on the CRC of a cut source;
+2. *late*, when all ranks have sent the CRCs of their ranges: the blocks with descriptors of cut sources, and
    the closing bytes (serialization id and central directory, or the header), without which the file cannot be read.
 
-`follower_file` is the other ranks' half of this, `file_agreement` what goes between them.
+`follower_file` is the other ranks' half, `file_agreement` has the messages between them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class CoordinatorFile(Share):
         for part in self.container.parts():
             if isinstance(part, Checksum):
                 place = Extent(part.offset_bytes, _CRC_BYTES)
-                # One that lies across the border of two blocks is not written in two pieces.
+                # A descriptor across the border of two blocks is not written in two pieces.
                 if part.source in cut or place.offset_bytes // BLOCK_BYTES != (place.end_bytes - 1) // BLOCK_BYTES:
                     places.append(place)
         return merged(
@@ -105,7 +105,7 @@ class CoordinatorFile(Share):
         self._late_ranges += [ByteRange(source, one.offset_bytes - offset_bytes, one.size_bytes) for one in late]
 
     def agree(self, find: Callable[[Say], dict[str, Any]]) -> bool:
-        """Hear the plans of the followers, and find out where they write; before `write`.
+        """Receive the plans of the followers, and find out where they write; call it before `write`.
 
         Args:
             find: Given what asks the followers; returns what *go* says of several stores, if there are.
@@ -257,7 +257,7 @@ class CoordinatorFile(Share):
         return 0 if first_ranks is None else first_ranks[rank]
 
     def _refuse_other_copies(self, written: Sequence[tuple[ByteRange, int]]) -> None:
-        """Compare what the stores have written of what is cut: the samples of *plan* may have missed something.
+        """Compare the CRCs of the cut sources in all stores: the samples of *plan* may have missed a difference.
 
         Raises:
             CoordinationError: It differs.
@@ -344,7 +344,7 @@ def _extent_of(part: Part) -> Extent:
 
 
 def _joined_crc(runs: Iterable[Run]) -> int:
-    """Return the CRC of these bytes of a file, one right behind the other, whatever lies between them."""
+    """Return the CRC of these ranges of a file as if they were adjacent."""
     crc = 0
     for _, size_bytes, run_crc in sorted(runs):
         crc = _native.combine_crc32(crc, run_crc, size_bytes)

@@ -1,8 +1,8 @@
-"""What the coordinator, rank 0, does of a directory that several ranks save: the strategy of its `DirectorySave`.
+"""The coordinator's (rank 0's) part in saving a directory with several ranks: the strategy of its `DirectorySave`.
 
-`follower_save` is the other ranks' half of this. Files that all share come in the same order there; files of one rank
-come in between, as each likes. What goes between the ranks: `file_agreement` for each shared file, the offer of the
-place for files of their own (`sessions`), and `commit_agreement` at the end.
+`follower_save` is the other ranks' half. All ranks save shared files in the same order; each may save files of its own
+at any time in between. The messages: `file_agreement` for each shared file, the offer of the directory for files of
+single ranks (`sessions`), and `commit_agreement` at the end.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class CoordinatorSave(Alone):
         super().begin(files, pending, stats, overwrite=overwrite)
         self._stats = stats
         self._overwrite = bool(overwrite)
-        pending.when_failed(lambda _: self.stores.forget())  # done last of all, when the directory is removed
+        pending.when_failed(lambda _: self.stores.forget())  # called last, after the directory was removed
         if not self.stores.may_be_several():
             self.offer()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the followers: what they write now is for nothing."""
+        """Notify the followers of the failure, so that they stop writing."""
         self.session.fail(error)
 
     def planning(self) -> AbstractContextManager[None]:
@@ -172,7 +172,7 @@ class _SharedFile:
         entry = FileEntry(self._name, self._share.container.size_bytes, None)
         if self._save.stores.may_be_several() and self._share.agree(self._save.find_stores):
             entry = FileEntry(part_name(self._name, 0), self._share.size_bytes, None)
-        self._save.offer()  # if this save began before the last one found that all ranks see one file system
+        self._save.offer()  # needed if this save began before the last one found that all ranks see one file system
         return self._save.create(entry.name), entry
 
     def write(self, fd: int, *, engine: str, poll: Poll, snapshot: _native.Snapshot) -> WrittenFile:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about one file that they write together: each message, with both of its ends.
+"""The messages about one file that the ranks write together, each with both of its ends.
 
 In a session (`sessions`), for each such file:
 
@@ -10,8 +10,8 @@ In a session (`sessions`), for each such file:
                                         several stores, which
     followers → coordinator   done      the CRC of each range that was written, when it is durable
 
-All but the CRCs is JSON. A follower writes between *go* and *done*. The coordinator writes its early blocks between
-them, too, and its late ones after *done* of all: they hold CRCs.
+Everything except the CRCs is JSON. A follower writes between *go* and *done*. The coordinator writes its early blocks
+in the same time, and its late blocks, which hold CRCs, after *done* of all followers.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def hear_all(session: RankSession, own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tell_go(session: Session, path: str, offsets: Sequence[int], stores: dict[str, Any]) -> None:
-    """Have the followers write; on the coordinator.
+    """Let the followers write; on the coordinator.
 
     Args:
         session: With the followers.
         path: Of the pending file.
         offsets: Of the cut sources in the file.
-        stores: What there is to say of stores.
+        stores: What *go* says about stores.
     """
     session.answer(encoded({"path": path, "offsets": _packed(offsets), **stores}))
 

@@ -1,10 +1,9 @@
-"""What a follower writes: its part of a file that several ranks write, and files of its own.
+"""A follower's part of a file that several ranks write, and its own files.
 
-`coordinator_file` is the coordinator's half of a shared file, `file_agreement` what goes between them. A file of a
-rank's own needs no agreement, only a place, which the coordinator offers (`sessions`): each rank writes its own files
-there in the order in which it saves them. A file is created exclusively, so a name that two ranks save is an error of
-the second rank, and never a mixture. At the end each rank tells what it has written
-(`commit_agreement`).
+`coordinator_file` is the coordinator's half of a shared file, `file_agreement` has the messages. A rank's own file
+needs no agreement, only a directory, which the coordinator offers (`sessions`): each rank writes its own files there in
+the order in which it saves them. A file is created exclusively, so if two ranks save the same name, the second gets an
+error, and no mixture results. At the end each rank reports what it has written (`commit_agreement`).
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ def _open_pending(pending_path: str, path: str, rank: int) -> int:
 
 @contextmanager
 def needs_same_filesystem(path: str, rank: int) -> Iterator[None]:
-    """Explain the error of a rank that does not find what the coordinator has made."""
+    """Explain the error of a rank that does not find the coordinator's file or directory."""
     try:
         yield
     except StorageError as error:
@@ -210,9 +209,9 @@ class OwnFile:
 
     Attributes:
         name: Below the directory.
-        final_path: That it will have.
-        container: What it is to hold.
-        capture: Of that.
+        final_path: The path that it will have.
+        container: The planned content.
+        capture: Of that content.
         snapshot: Likewise.
     """
 
@@ -236,7 +235,7 @@ class OwnFile:
             made: Told the path of each file and directory that this rank makes, and removes if the save fails.
 
         Returns:
-            What the coordinator is told of it, and the engine that wrote.
+            The entry for the coordinator, and the engine that wrote.
 
         Raises:
             ConfigError: Another rank has a file of this name.

@@ -1,8 +1,8 @@
-"""What a follower does of a save: its part of the coordinator's files, and files of its own.
+"""A follower's part in a save: its part of the coordinator's files, and its own files.
 
-The counterpart of `api.save_async` and of a `DirectorySave` with `coordinator_save`, which rank 0 runs meanwhile: files
-that all share come in the same order there, those of one rank in between, as each likes. Here nothing is made visible:
-the coordinator does that for all, and says how it ended (`commit_agreement`).
+The counterpart of `api.save_async` and of a `DirectorySave` with `coordinator_save`, which rank 0 runs meanwhile. All
+ranks save shared files in the same order; each may save files of its own at any time in between. A follower publishes
+nothing: the coordinator publishes for all, and reports the result (`commit_agreement`).
 """
 
 from __future__ import annotations
@@ -167,11 +167,10 @@ class FollowerSave:
         self._begin(held.capture, write, started_s)
 
     def _leave_made(self) -> None:
-        """Leave what this rank has made to the coordinator, before that may publish it.
+        """Hand the files of this rank over to the coordinator, before the coordinator may publish them.
 
         Raises:
-            PeerError: Another rank has failed: what was made after the coordinator has removed its directory, only
-                this one removes.
+            PeerError: Another rank has failed. Only this rank removes what it made after the coordinator's clean-up.
         """
         self._session.check()
         self._made_paths.clear()
@@ -242,7 +241,7 @@ class FollowerSave:
         self._lane.submit(lambda: self._pending.run(lambda: None))
 
     def _begin(self, capture: Capture, write: Callable[[], None], started_s: float) -> None:
-        """Have a file that is planned written when its turn comes; what finds no room in memory is waited for."""
+        """Have a planned file written when its turn comes; wait for bytes that have no room in the arena."""
         self._stats.plan_s += time.monotonic() - started_s
         self._pending.begin(capture, lambda: self._lane.submit(lambda: self._pending.run(write)))
         if self._pending.done():  # the save has failed meanwhile, so nothing else releases this capture
@@ -272,7 +271,7 @@ class FollowerSave:
 
 
 def _remove_made(paths: list[str]) -> None:
-    """Remove what this rank has made: the coordinator may have removed its directory just before that was made."""
+    """Remove what this rank has made: it may have been made after the coordinator removed its directory."""
     for path in reversed(paths):
         with suppress(StorageError):
             filesystem().unlink(path)

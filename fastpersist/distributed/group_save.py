@@ -1,7 +1,7 @@
 """Saves by the ranks of a process group: a file that all of them write, and a directory of such files.
 
-The ranks of a group meet once, at its first save. This module begins each save on all ranks. The coordinator goes on in
-`coordinator_file` and `coordinator_save`, each follower in `follower_file` and `follower_save`.
+The ranks of a group connect once, at its first save. This module begins each save on all ranks. The coordinator
+continues in `coordinator_file` and `coordinator_save`, each follower in `follower_file` and `follower_save`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Messages between ranks as data: JSON of a save, and failures and errors that cross from rank to rank.
+"""Encodes messages between ranks: the JSON of a save, and failures and errors that are sent to other ranks.
 
-Also what a rank does about a failure: it tells its own at once, and looks for another rank's behind its own error.
+It also handles failures: a rank reports its own at once, and checks whether another rank's caused its own error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Which bytes of a shared file each writer owns, and which ranks write: pure integers.
+"""Decides which ranks write, and which bytes of a shared file each writer owns: pure integers.
 
 Large sources are *cut*: the whole blocks of each in the file, its interior, are divided among the writers. The
-coordinator writes everything else. A writer's blocks are one range of all interiors in a row, so the shares of two
-writers differ by at most one block, and few sources are really cut. The CRCs of what was cut are joined here, too.
+coordinator writes everything else. A writer's blocks are one range of the concatenated interiors, so the shares of two
+writers differ by at most one block, and few sources are really cut. The CRCs of the parts
+are combined here, too.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _AUTO_WRITER_COUNT_MAX = 8
 
 
 def common_block_bytes(page_bytes: Iterable[int]) -> int:
-    """Return what no two ranks of several machines may share of a file: its blocks, and pages of any of the machines.
+    """Return the unit that two machines must not share: the larger of a block and the largest page of the machines.
 
-    A network file system's client may write back the whole of a page of which it was told a part, and so undo what
-    another machine has written to the rest of it. Machines of one run may have pages of 4, 16 and 64 KiB.
+    A network file system's client may write back a whole page of which only a part was written, and so undo another
+    machine's write to the rest of the page. Machines of one run may have pages of 4, 16 and 64 KiB.
 
     Args:
         page_bytes: By rank, the size of a page of its machine: a power of two.

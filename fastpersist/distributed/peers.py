@@ -1,4 +1,4 @@
-"""What ranks need to meet: where they run, where they can be reached, what they understand, descriptors, a port."""
+"""What ranks need to connect: their machines and addresses, protocol versions, enough descriptors, a port."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rank_in(process_group: Any) -> int:
 
 
 def own_process() -> tuple[int, str, str]:
-    """Return what names this process while it lives: its number, whose numbers those are, and when it has begun."""
+    """Return an identity of this process while it lives: its pid, the pid namespace, and its start time."""
     pid = os.getpid()
     try:
         return pid, str(os.stat("/proc/self/ns/pid").st_ino), _begin_of(pid)
@@ -86,7 +86,7 @@ def _begin_of(pid: int) -> str:
 
 
 def loopback_place() -> tuple[str, str]:
-    """Return what names this machine while it runs, and its network: where both are the same, 127.0.0.1 is."""
+    """Return an identity of this running machine and its network: equal identities share 127.0.0.1."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             machine = file.read().strip()

@@ -1,4 +1,4 @@
-"""Which storages of a state are replicas, and whether the ranks really hold the same bytes.
+"""Finds the storages of a state that are replicas, and checks that the ranks really hold the same bytes.
 
 Data-parallel ranks agree on parameters and optimizer state, but not on everything that is saved. Each writer writes a
 part of a replica, so ranks that differ would produce a mixture that no rank holds. So the ranks first compare samples

@@ -1,19 +1,19 @@
-"""What the ranks say to each other about one save: a `Session`, with the coordinator's calls and the followers'.
+"""The messages of one save among the ranks: a `Session`, with the coordinator's calls and the followers'.
 
-`coordination.Ranks` connects the ranks, begins sessions and hands each session what is said in it. This module does not
+`coordination.Ranks` connects the ranks, begins sessions and passes each session its messages. This module does not
 import `coordination`: what a session needs of the connected ranks is the protocol `Line`. In a session,
 
     followers → coordinator   tell(message)   … gather() returns one message of each rank
     coordinator → followers   answer(message), or answer_each(messages) … hear() returns it
 
-These have an order, and both sides follow it. Outside that order the coordinator, rank 0, *offers* one thing: the
-directory where the ranks write files of their own. A follower that needs it calls offered(), which asks for it. The
-coordinator answers at once, also while it writes. A save in which no follower asks sends no message for it.
+These messages have a fixed order, and both sides follow it. Outside this order the coordinator, rank 0, *offers* one
+thing: the directory where the ranks write files of their own. A follower that needs it calls offered(), which asks for
+it. The coordinator answers at once, also while it writes. A save in which no follower asks sends no message for it.
 docs/explanation/ranks.md shows all messages; `file_agreement`, `commit_agreement`, `node_local` and
 `dcp.plan_agreement` define their contents.
 
-A rank that fails tells the coordinator, which tells all followers at once which rank failed. Their next call raises
-`PeerError`. A rank that is late is waited for as long as it is alive: the log names it once a minute.
+A rank that fails notifies the coordinator, which at once tells all followers which rank failed. Their next call raises
+`PeerError`. Calls wait for a late rank as long as it is alive: the log names it once a minute.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Line(Protocol):
     connections: Connections
 
     def forget(self, session: Session) -> None:
-        """Drop what still comes of a session."""
+        """Drop messages of a session that still arrive."""
 
     def have_told(self, session: Session, since_s: float) -> bool:
         """Tell whether each follower has said something in a session, or never will."""
@@ -75,7 +75,7 @@ class Line(Protocol):
 
 
 class Session:
-    """What the ranks say to each other about one save; `coordination.Ranks.begin` makes it.
+    """The messages of one save among the ranks; `coordination.Ranks.begin` makes it.
 
     One thread at a time uses it. Each call waits for other ranks as long as they are alive, except `check`, `offer`,
     `announce`, `fail` and `finish`, which do not wait. Once a call has raised, this rank cannot use the session any
@@ -122,7 +122,7 @@ class Session:
         """Wait for the next message of each follower; on the coordinator.
 
         Args:
-            own: What stands for this rank in the result.
+            own: The entry for this rank in the result.
 
         Returns:
             One message of each rank, by rank.
@@ -142,8 +142,8 @@ class Session:
     def answer(self, message: bytes) -> None:
         """Send a message to all followers; on the coordinator.
 
-        It does not raise failures of followers, `gather` and `check` do: once the save is published, the last answer is
-        to reach all followers that are still there.
+        It does not raise failures of followers; `gather` and `check` do. For once the save is published, the last
+        answer must reach all followers that are still connected.
 
         Raises:
             AgreementTimeoutError: A rank is silent.
@@ -207,7 +207,7 @@ class Session:
         inbox = self._inbox[0]
         if not inbox and self.failure is None:
             self._reach()
-        # What the coordinator answered before a rank failed is still true.
+        # Answers that the coordinator sent before a rank failed are still valid.
         self._wait_to_hear(lambda: bool(inbox) or self.failure is not None, lambda: [0])
         if not inbox:
             self._raise_failure()
@@ -224,7 +224,7 @@ class Session:
             self._tell_offer(askers)
 
     def announce(self) -> None:
-        """Tell all followers what is offered, before they ask; on the coordinator. Never blocks.
+        """Send the offer to all followers, before they ask; on the coordinator. Never blocks.
 
         Raises:
             CoordinationError: The ranks were closed.
@@ -235,7 +235,7 @@ class Session:
             self._tell_offer(range(1, self.count))
 
     def offered(self) -> bytes:
-        """Wait for what the coordinator offers; on a follower.
+        """Wait for the coordinator's offer; on a follower.
 
         Raises:
             PeerError: A rank has failed, or rank 0 is gone.
@@ -266,7 +266,8 @@ class Session:
     def next_arrived(self) -> tuple[int, bytes] | None:
         """Return the next message that has arrived, and whose it is; None if there is none. Never blocks.
 
-        What is in the kernel's buffers counts: ranks agree sooner where steps are shorter than a thread takes to wake.
+        This includes messages in the kernel's buffers: if steps are shorter than a thread takes to wake, ranks agree
+        sooner.
         """
         self._ranks.connections.catch_up()
         for rank, inbox in enumerate(self._inbox):
@@ -308,7 +309,7 @@ class Session:
         return found
 
     def settle(self) -> None:
-        """Go on without the followers, which have said all that the coordinator needs; before it publishes.
+        """Go on without the followers, which have sent all that the coordinator needs; call it before publishing.
 
         From now on a follower that is lost does not make this session fail, neither here nor on the other ranks.
 
@@ -336,7 +337,7 @@ class Session:
         self.finish()
 
     def finish(self) -> None:
-        """End the session on this rank, which needs it no more: messages that still come are dropped."""
+        """End the session on this rank: messages that still arrive are dropped."""
         self._is_over = True
         self._ranks.forget(self)
         self._hold(-self._held_bytes)
@@ -356,7 +357,7 @@ class Session:
         return [rank for rank, inbox in enumerate(self._inbox) if rank and not inbox]
 
     def waits_for_one_that_waits(self, rank: int) -> bool:
-        """Note that a rank waits for this one; tell whether both wait for each other, and have for too long."""
+        """Note that a rank waits for this one; tell whether both have waited for each other too long."""
         is_mutual = self.awaited is not None and (self.rank > 0 or self.lacks(rank))
         was_waiting = rank in self._waiting
         if is_mutual:
@@ -364,7 +365,7 @@ class Session:
         return is_mutual and was_waiting and time.monotonic() - self._waits_since_s >= self._ranks.patience_s
 
     def arrive(self, sender: int, kind: int, message: bytes) -> None:
-        """Take what a rank says."""
+        """Take a message of a rank."""
         self._waiting.discard(sender)
         self.count_message(FRAME_BYTES + len(message))
         if kind == OFFER:
@@ -405,7 +406,7 @@ class Session:
             raise self.failure.error(self.subject)
 
     def _hold(self, size_bytes: int) -> None:
-        """Count what is held; a follower stops to read while it is too much: rank 0 may send a file of any length."""
+        """Count held bytes; a follower stops reading while it holds too many: rank 0 may send a file of any length."""
         if self.rank:
             with self._ranks.connections.lock:
                 was_full, self._held_bytes = self._held_bytes > _HELD_BYTES, self._held_bytes + size_bytes
@@ -458,7 +459,7 @@ class Session:
         """Send messages to connected ranks; wait until the kernel has taken them, or the save has failed.
 
         Returns:
-            Whether it took them at once: what becomes of the other ranks then is for later calls.
+            Whether it took them at once: later calls then find failures of the other ranks.
         """
         for message in messages.values():
             if len(message) > MESSAGE_LIMIT_BYTES:

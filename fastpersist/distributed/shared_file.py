@@ -1,18 +1,17 @@
-"""One file written by several ranks: the same bytes that rank 0 alone would have written.
+"""Plans one file that several ranks write: the same bytes that rank 0 alone would have written.
 
 Every rank pickles its own object, and so finds its replicas of the storages that all ranks hold. The large ones are
-*cut* (`partition`): each writer writes its blocks of them into the same preallocated file; a block is no smaller than
-a page on any of the machines. Rank 0, the coordinator, writes its own object's rest alone: `coordinator_file`. What a
-follower does is `follower_file`, and what they tell each other `file_agreement`.
+*cut* (`partition`): each writer writes its blocks of them into the same preallocated file; a block is no smaller than a
+page on any of the machines. Rank 0, the coordinator, writes the rest of its own object alone: `coordinator_file`.
+`follower_file` has the followers' part, and `file_agreement` the messages.
 
-Ranks that share no file system (`node_local`) write the same ranges, each to a part of its own: a file in which they
-lie one right behind the other. The coordinator's part is all the rest. Who does so is found out between *plan* and
-*go*.
+Ranks that share no file system (`node_local`) write the same ranges, each to a part of its own: a file that holds the
+ranges without gaps. The coordinator's part is all the rest. Which ranks do so is found out between *plan* and *go*.
 
-With copies (`node_local.copies`) the writers of each store share out what is cut, and write whole files.
+With copies (`node_local.copies`), the writers of each store divide the cut sources among them, and write whole files.
 
-Names, durability and visibility are the coordinator's `file_commit` or `coordinator_save`; what a follower does around
-this is `follower_save`.
+The coordinator's `file_commit` or `coordinator_save` handles names, durability and visibility; `follower_save` has the
+rest of a follower's part.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class SaveGroup:
     """How several ranks make one save.
 
     Attributes:
-        session: What they say to each other about it.
+        session: Their messages about it.
         label: What is saved: the last part of its path. All ranks must mean the same.
         writers: The ranks that write what is cut, in order. With copies, those of each rank's own store.
         check_replicas: Compare all bytes of what is cut, not samples.
@@ -62,7 +61,7 @@ class SaveGroup:
     stores: Stores | None = None
 
     def writers_beside(self, rank: int) -> Sequence[int]:
-        """Return the writers that share out with a rank what is cut."""
+        """Return the writers among which, with a rank, the cut sources are divided."""
         return self.writers[rank] if isinstance(self.writers, Mapping) else self.writers
 
     @property
@@ -206,7 +205,7 @@ class Share:
         return {"name": self._name, "digest": self._digest(), "writers": writers}
 
     def _digest(self) -> str:
-        """Return what is the same on all ranks if their replicas are, as far as they were looked at."""
+        """Return a digest that is equal on all ranks if their replicas are, as far as they were sampled."""
         interiors = [tuple(interior) for interior in self._interiors]
         described = repr((self._mode, self.container.has_checksums, interiors, self._sums))
         return hashlib.sha256(described.encode()).hexdigest()[:32]

@@ -1,19 +1,19 @@
-"""Load one file on all ranks of a process group: divide the reading, and let what fails on one rank fail on all.
+"""Loads one file on all ranks of a process group: divides the reading, and makes a failure on one rank fail all.
 
 A `SharedReader` takes the place of `read_extents` in a load. Every rank loads by itself, with its own objects. Each
-read of a load is a *round*: first a collective, on the caller's thread, in which each rank tells what it is about to
-read. A rank that has failed tells that in the next round instead; a rank that is done tells that in each round until
-all are. So all ranks take part in the same number of rounds, whatever each of them does (reads more often, reads in
+read of a load is a *round*: first a collective, on the caller's thread, in which each rank says what it is about to
+read. A rank that has failed reports that in the next round instead; a rank that is done says so in each round until all
+are done. So all ranks take part in the same number of rounds, whatever each of them does (reads more often, reads in
 another way, leaves the file to stock torch.load). No rank waits for one that has given up. Leaving the reader is the
 last agreement: it returns on all ranks, or raises on all.
 
-There are three ways to read. All ranks choose by what all have told:
+There are three ways to read. All ranks choose the same way, from the reports of all:
 
 - *ahead*: the ranks of a node share a page cache. Each reads everything through it, window by window, and has its share
-  of the next window read ahead. Every byte comes to the node once, and no rank waits for another.
-- *alone*: each rank reads everything by itself: where it is the only one on its node, where the page cache has most of
-  the file already, or where an engine was named.
-- *divide*: only CRCs are wanted, so each rank reads its share and tells the CRCs of it.
+  of the next window read ahead. Every byte is read once per node, and no rank waits for another.
+- *alone*: each rank reads everything by itself: if it is the only one on its node, if the page cache already has most
+  of the file, or if an engine was named.
+- *divide*: only CRCs are wanted, so each rank reads its share and sends the CRCs.
 
 `fastpersist bench ranks DIR --load-ways` measures them in turn. With 1 GiB in 64 tensors, 2 cores, gloo, ext4 on a
 virtual disk (seconds until the last rank has the object, smallest of 5):
@@ -24,10 +24,10 @@ virtual disk (seconds until the last rank has the object, smallest of 5):
     2 ranks, warm     0.14    0.15
     4 ranks, warm     0.27    0.30
 
-Reading ahead costs processor time. While other programs kept both cores busy, alone was faster with 2 ranks (medians,
-cold: 0.73 s against 1.07 s), on a disk that gives the same bytes to several readers nearly as fast as to one.
+Reading ahead costs CPU time. While other programs kept both cores busy, *alone* was faster with 2 ranks (medians, cold:
+0.73 s against 1.07 s), on a disk that serves the same bytes to several readers nearly as fast as to one.
 
-Ranks do not hand the bytes to each other. Two ranks in network namespaces, joined at 1 GB/s, took 2.18 s to read half
+Ranks do not send bytes to each other. Two ranks in network namespaces, joined at 1 GB/s, took 2.18 s to read half
 of the file each and to broadcast it by gloo, and 1.01 s to read all of it (medians of 9, in turn, 2026-11-23); 2.61 s
 and 2.00 s where the disk gave both together 1 GiB/s (medians of 6).
 
@@ -170,7 +170,7 @@ class SharedReader:
         self.count = dist.get_world_size(process_group)
         self._subject = subject
         self._way = way
-        self._compared = False  # the ranks have found that they read the same file
+        self._compared = False  # whether the ranks have found that they read the same file
         self._over = self.count == 1  # there are no more rounds
         self.first_failure: tuple[int, FastPersistError | None] | None = None
         self.serve: Callable[[list[Any]], None] | None = None
@@ -268,7 +268,7 @@ class SharedReader:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Run a collective. After one that failed or was interrupted there can be no other: the ranks are out of step.
+        """Run a collective. None can follow one that failed or was interrupted: the ranks are out of step.
 
         Raises:
             PeerError: It failed.
@@ -324,7 +324,7 @@ class SharedReader:
         size_bytes = readers[self.rank].size_bytes
         heard = self._say(_Said("compare", path, size_bytes=size_bytes, sample=_sample(fd, path, size_bytes)))
         if len({said.sample for said in heard}) > 1:
-            self._over = True  # all ranks find it, and raise
+            self._over = True  # all ranks notice this, and raise
             different = next(rank for rank, said in enumerate(heard) if said.sample != heard[0].sample)
             raise CoordinationError(
                 f"the ranks load different files: {heard[0].path} of {heard[0].size_bytes} bytes on rank 0, "

@@ -1,18 +1,18 @@
-"""The ranks agree on the moment at which all of them stop: at least one of them was told to, by a signal.
+"""The ranks agree on the moment at which all of them stop, after a signal told at least one of them to stop.
 
-Every rank counts the same *occasions*: the ends of the optimizer's steps, say. A signal reaches each rank at another
-moment, or only one of them. What the ranks say, all of it at occasions, on the thread that trains:
+Every rank counts the same *occasions*, for example the ends of the optimizer's steps. A signal reaches the ranks at
+different moments, or only one of them. The messages, all sent and read at occasions, on the training thread:
 
     followers → coordinator   asked    this rank was told to stop
     coordinator → followers   at       the number of an occasion that is to come
     followers → coordinator   yes, no  this rank will stop there; or it is beyond it already
     coordinator → followers   go, not  all stop there; or nobody does, and another occasion follows
 
-While nobody is told to stop, no message is sent, and an occasion costs one look at the connections. Only at the
-occasion that was named do ranks wait: followers for the verdict, the coordinator for the answers, for `_ANSWER_S` at
-most. They cannot wait for each other in a circle: a rank that waits there has taken part in every collective before it.
-A rank that is beyond it, because the message was slow, may wait in a collective for the others; then the coordinator
-says "not" after `_ANSWER_S`, and all go on to an occasion that is further away.
+While nobody is told to stop, no message is sent, and an occasion costs one look at the connections. Ranks wait only at
+the occasion that was named: followers for the decision, the coordinator for the answers, for `_ANSWER_S` at most. A
+deadlock is impossible: a rank that waits there has taken part in every collective before it. A rank that has already
+passed the occasion, because the message was slow, may wait in a collective for the others; then the coordinator sends
+"not" after `_ANSWER_S`, and all go on to an occasion that is further away.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StopAgreement:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._count = 0  # of occasions
-        self._round = 0  # how often the ranks have stopped: what was said before is over
+        self._round = 0  # how often the ranks have stopped; earlier messages are void
         self._told: list[int] = []  # the signals of this rank that the coordinator knows of
         self._signals: list[int] = []  # of all ranks; on the coordinator
         self._at: int | None = None
@@ -146,7 +146,7 @@ class StopAgreement:
             self._session.tell(encoded({"no" if is_beyond else "yes": at}))
             self._at = None if is_beyond else at
         elif "go" in said or "not" in said:
-            if self._at is not None:  # else this rank was beyond it
+            if self._at is not None:  # else this rank had passed it
                 self._verdict = said
         elif "asked" in said:
             if said["round"] == self._round:

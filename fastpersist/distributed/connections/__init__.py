@@ -1,4 +1,4 @@
-"""The connections between the ranks of a group: they carry whole frames, whatever these mean.
+"""The connections between the ranks of a group: they carry whole frames, whatever the content.
 
 Where to look:
 

@@ -1,4 +1,4 @@
-"""One connection: whole frames in, whole frames out, never blocking; and its handshake.
+"""One connection: sends and receives whole frames without blocking; and its handshake.
 
 Forked children, such as the workers of a DataLoader, keep no connection open, so a connection ends when the process
 ends.
@@ -64,7 +64,7 @@ _inodes: dict[int, int] = {}  # by descriptor: the sockets that a forked child i
 
 
 def keep_from_children(open_socket: socket.socket) -> None:
-    """Have a socket closed in forked children."""
+    """Register a socket to be closed in forked children."""
     _inodes[open_socket.fileno()] = os.fstat(open_socket.fileno()).st_ino
     _native.close_in_forked_child(open_socket.fileno())
 
@@ -103,7 +103,7 @@ class Connection:
 
     def __init__(self, connected: socket.socket, token: bytes, own_rank: int | None) -> None:
         self.socket = connected
-        self.rank = None if own_rank is None else 0  # of the other side; None until that has proven it
+        self.rank = None if own_rank is None else 0  # of the other side; None until it has proven its identity
         self.claimed_rank = 0
         self.unsent: deque[memoryview] = deque()
         self.held: list[tuple[bytes, bytes]] = []  # frames with their digests, until the other side has proven itself
@@ -183,7 +183,7 @@ class Connection:
             pass
         except OSError as error:
             self._error = error.strerror
-            self.unsent.clear()  # receive() reports the end, after what the other side had sent before
+            self.unsent.clear()  # receive() reports the end, after frames that the other side sent before it
 
     def receive(self) -> str | None:
         """Read what has arrived, for `next_frame`; return why nothing more will, None if more may."""
@@ -194,7 +194,7 @@ class Connection:
                 self._inbound += data
                 if not data:
                     ended = self._error or "it was closed at the other end"
-                    break  # not before: an end that is here now belongs to this session, not to the next one
+                    break  # not before: an end that has arrived belongs to this session, not to the next one
         except (BlockingIOError, InterruptedError):
             ended = self._error
         except OSError as error:
@@ -251,7 +251,7 @@ class Connection:
         if len(info) < _TCP_INFO.size:
             return False
         sent_ms_ago, acked_ms_ago = _TCP_INFO.unpack(info)
-        # What is not acknowledged, or not even sent: the own interface may be down.
+        # Bytes not acknowledged, or not even sent: this machine's interface may be down.
         queued_bytes = int.from_bytes(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         if not queued_bytes or acked_ms_ago <= sent_ms_ago:
             self._unanswered_since_s = None  # a receiver whose buffer is full acknowledges what it drops

@@ -1,12 +1,12 @@
-"""The connections between the ranks of a group: they carry whole frames, whatever these mean.
+"""The connections of a rank, and the I/O thread that serves them: `Connections`.
 
 The coordinator, rank 0, listens on a TCP port; each follower keeps one connection to it. One thread of each rank, the
-*I/O thread*, serves its connections from the first one until they are closed: it accepts, reads, sends what the kernel
-did not take before, and tells the owner what has come. All other threads only queue frames, which never blocks, and
-wait on a condition.
+*I/O thread*, serves its connections from the first one until they are closed: it accepts connections, reads frames,
+sends bytes that the kernel did not take before, and passes received frames to the owner. All other threads only queue
+frames, which never blocks, and wait on a condition variable.
 
-`frames` has what goes over a connection, and `connection` one of them. What frames say is left to `coordination` and
-`sessions`.
+`frames` defines the frames, `connection` is one connection; `coordination` and `sessions` interpret the content of
+frames.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _JOIN_S = 2.0  # how long close() waits for the I/O thread
 
 
 class Owner(Protocol):
-    """Is called when something happens on the connections, with their lock held, on the I/O thread."""
+    """Gets calls when something happens on the connections, with their lock held, on the I/O thread."""
 
     def connected(self) -> None:
         """This follower has connected, for the first time or again."""
@@ -208,7 +208,7 @@ class Connections:
                 self._serve(self._selector.select(0))
 
     def wait_until(self, over: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until a function returns true, which is asked whenever something has come; return what it says last.
+        """Wait until a function returns true; it is called whenever something has arrived. Return its last result.
 
         Raises:
             CoordinationError: The connections are closed.
@@ -240,7 +240,7 @@ class Connections:
                 self._return_soon()
 
     def pause(self, on: bool = True) -> None:
-        """Stop to read what rank 0 sends, until too much of it is held here, or go on; on a follower."""
+        """Stop reading from rank 0 while too many messages are buffered here, or go on; on a follower."""
         with self.lock:
             if self._is_paused != on:
                 self._is_paused = on
@@ -248,7 +248,7 @@ class Connections:
                     self._watch(connection)
 
     def flush(self, limit_s: float) -> None:
-        """Wait for ranks that read slowly, but no longer than this; what is left goes later."""
+        """Wait for ranks that read slowly, but no longer than this; the rest is sent later."""
         with contextlib.suppress(CoordinationError):
             self.wait_until(lambda: not any(one.holds_back() for one in self._by_rank.values()), limit_s)
 
@@ -386,7 +386,7 @@ class Connections:
                 continue
             if connection is None:
                 self._accept()
-            elif connection.is_open():  # a frame of another connection may have closed it
+            elif connection.is_open():  # processing another connection's frame may have closed it
                 connection.flush()
                 self._watch(connection)
                 if mask & selectors.EVENT_READ:
@@ -449,7 +449,7 @@ class Connections:
     def _greet(self, connection: Connection, rank: int) -> None:
         """Take the connection of a follower that has proven itself, in place of its older one."""
         if rank in self._by_rank:
-            self._read(self._by_rank[rank])  # what it sent before it lost that connection
+            self._read(self._by_rank[rank])  # frames that it sent before it lost that connection
         if rank in self._by_rank:
             self._drop(self._by_rank[rank])  # the follower itself tells which sessions this has failed
         self._strangers.remove(connection)
@@ -467,7 +467,7 @@ class Connections:
             del self._by_rank[connection.rank]
 
     def _leave_to_parent(self) -> None:
-        """Let go of the sockets; in a forked child, where their descriptors are closed."""
+        """Forget the sockets; in a forked child, where their descriptors are closed."""
         self.lock, self._connecting = threading.RLock(), threading.RLock()
         self.changed, self._thread = threading.Condition(self.lock), None
         self._why_closed = "the connections to the other ranks belong to the process that this one was forked from"

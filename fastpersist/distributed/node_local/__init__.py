@@ -1,4 +1,4 @@
-"""Ranks that share no file system: found out, saved in parts or as copies, published in each store, loaded again.
+"""Ranks that share no file system: detection, saving in parts or as copies, publishing in each store, loading.
 
 Where to look:
 

@@ -1,10 +1,10 @@
-"""Copies of a step: each node-local store gets whole files, written by its own ranks.
+"""Saves copies of a step: each node-local store gets whole files, written by its own ranks.
 
-All stores get the same bytes: those that rank 0 alone would have written. The ranks of each store share out what is cut
-(`shared_file`), so every store writes it once. The *rest*, which only rank 0 has (the skeleton, small storages, what is
-no replica, CRCs), goes from rank 0 to the first rank of each other store. Who shares a store decides which ranges a
-rank captures, so it is found out when the first save begins, by the threads that call save(), in the session of that
-save:
+All stores get the same bytes: those that rank 0 alone would have written. The ranks of each store divide the cut
+sources among them (`shared_file`), so every store writes these once. Rank 0 sends the *rest*, which only rank 0 has
+(the skeleton, small storages, state that is no replica, CRCs), to the first rank of each other store. Which ranks share
+a store decides which ranges a rank captures. So the threads that call save() find out the stores when the first save
+begins, in the session of that save:
 
     look, seen, find, found                 as in `detection`, with a directory that is removed at the end
     coordinator → followers   number        asks for the next commit number of the first ranks' roots
@@ -48,7 +48,7 @@ _PIECE_BYTES = 16 << 20  # the most bytes of a file in one message
 
 
 def agree_on_stores(session: Session, stores: Stores, path: str, next_number: Callable[[], int]) -> int:
-    """Find out who sees whose files, before the first save; all ranks call this.
+    """Find out which ranks see the same files, before the first save; all ranks call this.
 
     Args:
         session: Of the first save.

@@ -1,9 +1,9 @@
-"""Find out which ranks see the same file system, and so where each rank writes: node-local storage is detected.
+"""Finds out which ranks see the same file system, and so where each rank writes: detection of node-local storage.
 
 A *store* is a file system with the ranks that find one another's files on it, each below its own root. The *first rank*
 of a store is its lowest. It makes the pending directory there and publishes it (`publishing`). The coordinator, rank 0,
-is the first rank of store 0. Which stores there are is not configured: nobody can guess the name of the coordinator's
-pending directory, so a rank that finds it below its own root shares its file system. In the session of a save, between
+is the first rank of store 0. Stores are detected, not configured: the name of the coordinator's pending directory
+cannot be guessed, so a rank that finds it below its own root shares its file system. In the session of a save, between
 the plans and *go* (`file_agreement`):
 
     coordinator → followers   look    this name; a follower that does not find it makes a pending directory of its own
@@ -14,8 +14,8 @@ the plans and *go* (`file_agreement`):
                                       remove theirs
     followers → coordinator   found   which rank that is
 
-Where a producer writes the files no plans come before this. The followers first tell that they
-have begun, and hear *ready* at the end, with what *go* says of stores.
+If a producer writes the files, there are no plans before this. Then the followers first report that they have begun,
+and get *ready* at the end, with the stores as in *go*.
 
 A file system that is not mounted looks like one that is not shared. So unless the user has said what each node keeps
 (`node_local`), several stores are an error: a follower that does not find the name makes nothing, and *seen* tells
@@ -23,9 +23,10 @@ where its root lies. With `node_local`, directories above the root may be made o
 ranks do not see what the coordinator has made, these directories must have existed on all of these ranks and on the
 coordinator's. Else the save fails, and the coordinator removes those that it has made.
 
-The coordinator remembers the answer. With one store it does not ask again: saves take their usual way, and fail if a
-rank does not find what it should. With several stores it only has the known first ranks *look*, so that they make their
-directories. After a save that failed it asks again; with copies (`copies`) it asks once, before anything is captured.
+The coordinator remembers the answer. With one store it does not ask again: saves proceed as usual, and fail if a rank
+does not find the coordinator's files. With several stores it only has the known first ranks *look*, so that they make
+their directories. After a save that failed it asks again; with copies (`copies`) it asks once, before anything is
+captured.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _log = logging.getLogger("fastpersist")
 _TOLD_COUNT = 16  # of hosts, in a message
 
 NodeLocal: TypeAlias = Literal["parts", "copies"] | None
-"""What ranks do that see several file systems: see `Checkpointer`."""
+"""What to do if the ranks see several file systems: see `Checkpointer`."""
 
 Say: TypeAlias = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Sends a message to all followers, and returns their answers by rank; that of this rank is empty."""

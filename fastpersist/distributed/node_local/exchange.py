@@ -1,4 +1,4 @@
-"""Load a file that lies in parts on all ranks: each rank reads the parts that it sees, for all that want them.
+"""Loads a file that lies in parts, on all ranks: each rank reads the parts that it sees, for all ranks that want them.
 
 A `PartsExchange` takes the place of `read_extents` in a load, inside the rounds of a `SharedReader`:
 
@@ -11,9 +11,9 @@ A `PartsExchange` takes the place of `read_extents` in a load, inside the rounds
                that want nothing, or have finished their load, take part in the broadcasts
     exchanged  all pieces could be read
 
-So every byte comes from one disk once, whichever ranks want it, and goes straight to its place where that is host
-memory. The holders take turns, and each reads its next piece while others send theirs. All ranks go through the pieces
-in one order, so no two wait for each other, and meet now and then.
+So every byte is read from one disk once, whichever ranks want it, and goes straight to its place if that is host
+memory. The holders take turns, and each reads its next piece while others send theirs. All ranks process the pieces in
+the same order, so no two wait for each other, and synchronise now and then.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["PartedSource", "PartsExchange", "Piece", "cut_pieces", "writing_to"]
 
 _PIECE_BYTES = 32 << 20
 _TURNS = 32
-"""After so many pieces of each holder all ranks meet: else some would wait longer than a collective may take."""
+"""All ranks synchronise after so many pieces of each holder; otherwise some would exceed a collective's timeout."""
 _GAP_BYTES = 256 << 10
 _STRUCTURE_BYTES = 64 << 10
 """Smaller storages belong to the structure."""
@@ -397,7 +397,7 @@ class PartsExchange:
         self._meet(errors)
 
     def _meet(self, errors: Sequence[BaseException]) -> None:
-        """Hear that all ranks have read so far what they had to, or tell that this one could not."""
+        """Learn whether all ranks could read their pieces so far, or report that this rank could not."""
         if errors:
             raise errors[0]
         self._reader.say("exchanged", None)

@@ -1,4 +1,4 @@
-"""Publish a save in all node-local stores, rank 0's last.
+"""Publishes a save in all node-local stores, rank 0's store last.
 
 `formats.split_manifest` defines what lies in a store; `detection` has found the stores. When all parts are durable, and
 each rank has told its own files:
@@ -251,7 +251,7 @@ class CoordinatorStores:
         self._session.gather(b"")
 
     def undo(self, path: str) -> None:
-        """Have the other stores take back what they have published, unless rank 0's directory is visible after all."""
+        """Let the other stores undo their publication, unless rank 0's directory is visible after all."""
         if self.found is None:
             return
         with suppress(FastPersistError, OSError):
@@ -349,7 +349,7 @@ class FollowerStore(StoreSeeker):
             self._replaced = None
 
     def undo(self) -> None:
-        """Take back what this rank has published: rank 0 has not, so it was never committed. May be called again."""
+        """Undo this rank's publication: rank 0 has not published, so it was never committed. May be called again."""
         if not self._published:
             return
         self._published = False
@@ -368,7 +368,7 @@ class FollowerStore(StoreSeeker):
 
         Args:
             error: Why the save has failed. Where a rank other than rank 0 has failed, rank 0 has not published, so a
-                published store is undone. Of its own failure rank 0 tells by *undo*.
+                published store is undone. Rank 0 reports its own failure by *undo*.
         """
         if self._published and isinstance(error, PeerError) and error.rank > 0:
             self.undo()

@@ -1,7 +1,7 @@
-"""A step in several stores, in parts or as copies: what the ranks see of it, and whether this is the whole step.
+"""A step in several stores, in parts or as copies: which parts the ranks see, and whether they are the whole step.
 
-Of copies any one is the whole step. If the copies that the ranks see are of two saves, the later one counts. Each rank
-reads the copy that it sees; one that sees none gets the bytes from a rank that does.
+Each copy is the whole step. If the ranks see copies of two saves, the later save counts. Each rank reads the copy that
+it sees; a rank that sees none gets the bytes from a rank that does.
 
 `exchange` reads the parts; `checkpointer.step_loader` chooses the step.
 """
@@ -43,7 +43,7 @@ _log = logging.getLogger("fastpersist")
 
 
 class _Seen(NamedTuple):
-    """What a rank tells of the step that it sees; token "" if it sees none.
+    """A rank's report on the step that it sees; token "" if it sees none.
 
     Attributes:
         own_ranks: Of a copy, which ranks have saved files of their own: a bit for each, as ranks are many.
