@@ -1,4 +1,4 @@
-"""`python -m fastpersist`: the command `fastpersist`, for where its script is not on the PATH."""
+"""`python -m fastpersist`: runs the command `fastpersist`, for environments without its script on the PATH."""
 
 from __future__ import annotations
 

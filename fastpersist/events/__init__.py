@@ -1,4 +1,4 @@
-"""What saves and loads tell of themselves: one stream of events, for programs that watch and for a log in each root.
+"""Events of saves and loads: one stream, for callbacks of the program and for a log in each root.
 
 Where to look:
 
@@ -6,7 +6,7 @@ Where to look:
     to whom, and on which thread             delivery
     the file in the root, and its reader     log
 
-`saving`, `checkpointer` and `api` emit. Here nothing is known of how a save works.
+`saving`, `checkpointer` and `api` emit events. This package knows nothing about how a save works.
 """
 
 from fastpersist.events.delivery import subscribe

@@ -1,11 +1,11 @@
-"""Who hears of events: callbacks and the logs of roots, both on a background thread.
+"""Delivers events to callbacks and to the logs of roots, on a background thread.
 
     emit()      the thread that trains appends to a queue, and no more; the one that writes also wakes
     the thread  takes events out in their order: first the log of the root, then each callback
 
-Nothing that a callback or a disk does reaches the program: errors are logged once, and what finds the queue full is
-dropped, and counted. The thread ends soon after the last save, so that a process which forks has it seldom. A forked
-child has neither the thread nor the callbacks nor the logs: those are the parent's.
+Errors of callbacks and of the disk never reach the program: they are logged once. If the queue is full, events are
+dropped and counted. The thread ends soon after the last save, so a process that forks seldom has it. A forked child has
+neither the thread nor the callbacks nor the logs: they belong to the parent.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _log = logging.getLogger("fastpersist")
 Callback: TypeAlias = Callable[[Event], None]
 
 _WAITING_COUNT = 10_000
-"""Events that wait at most; a callback that hangs costs no more memory than these."""
+"""The most events that wait; this bounds the memory that a hanging callback costs."""
 _IDLE_S = 0.3
-"""The thread ends when nothing has come for so long, and no save is under way; then it looks as often."""
+"""The thread ends if no event has come for so long and no save is under way; during a save, it looks this often."""
 _FLUSH_S = 1.0
 
 
@@ -105,7 +105,7 @@ def log_of(root: str, rank: int) -> EventLog:
         known = _logs.get((root, rank))
         if known is None:
             known = _logs[root, rank] = EventLog(root, rank)
-        # A save tells where links lead. An earlier log of that place may be gone any moment.
+        # A save gives the path with links followed. An earlier log of that path may vanish at any moment.
         _logs[os.path.realpath(root), rank] = known
         return known
 
@@ -129,8 +129,8 @@ def emit(
         step: Of a Checkpointer: the event goes to the log of the root too.
         rank: Of this process among those that save or load together.
         time_s: When it happened, Unix time; None for now.
-        wakes: Wake or start the thread that delivers, which takes a while. Without it, somebody calls `wake` or `flush`
-            soon, or the thread looks by itself while a save is under way.
+        wakes: Wake or start the delivering thread, which takes a while. Otherwise, the caller soon calls `wake` or
+            `flush`, or the thread looks by itself while a save is under way.
     """
     global _dropped_count
     log = None if step is None else _logs.get((path.rpartition("/")[0], rank))
@@ -197,7 +197,7 @@ def _deliver_all() -> None:
         _news.clear()
         if _queue or _news.wait(_IDLE_S) or _queue or _unfinished_count:
             continue
-        _thread = None  # first: who wakes from now on starts another one
+        _thread = None  # first: a later `wake` then starts another thread
         if not _queue:
             return
         with _lock:

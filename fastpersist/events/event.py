@@ -1,4 +1,4 @@
-"""What one event says; docs/reference/events.md lists the kinds and their figures."""
+"""The content of one event; docs/reference/events.md lists the kinds and their figures."""
 
 from __future__ import annotations
 

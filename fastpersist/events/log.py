@@ -3,8 +3,8 @@
     root/events.jsonl             of rank 0; root/events-rank-00001.jsonl and so on of the others
     root/events.jsonl.1           what was `events.jsonl` until that had 8 MiB
 
-A line is appended by one write, and never synced: the log tells what was, and no promise hangs on it. So a crash may
-cut the last line. The next process that appends ends it, and readers pass over it.
+A line is appended by one write, and never synced, because nothing depends on the log. So a crash may cut the last line.
+The next process that appends ends this line, and readers skip it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TEXT_MAX = 4000
 """Characters of one figure, such as an error; so a line stays within its limit."""
 _WITHOUT_ROOT_COUNT = 1000
 _DISORDER_COUNT = 256
-"""A file has its events nearly in order; those that are further apart than this are."""
+"""The events of a file are nearly in order: any two that are further apart than this are in order."""
 
 
 def events_name(rank: int) -> str:
@@ -83,7 +83,7 @@ class EventLog:
         except FileNotFoundError:
             if not self._saves:
                 self._waiting.clear()
-            # Else the root is about to be made, by this process or another one; or to be mounted again.
+            # Otherwise this or another process is about to make the root, or it will be mounted again.
         except OSError as error:
             self._waiting.clear()
             if self._saves and not self._has_failed:
@@ -207,7 +207,7 @@ class LogFollower:
         return found
 
     def _read(self, file: BinaryIO, place: int) -> Iterator[Event]:
-        """Yield the events from a place on; the file is left behind the last whole line."""
+        """Yield the events from a position on; leave the file position after the last whole line."""
         file.seek(place)
         while line := file.readline(_LINE_MAX_BYTES):
             if not line.endswith(b"\n") and len(line) < _LINE_MAX_BYTES:

@@ -1,4 +1,4 @@
-"""The containers, layout ⇄ bytes, and what a pickle holds. Pure: no I/O, no torch, hostile input expected.
+"""File formats: encodes and parses containers, scans pickles. Pure: no I/O, no torch, hostile input expected.
 
 Where to look:
 

@@ -1,4 +1,4 @@
-"""What a file that is no checkpoint looks like, from its first bytes: for error messages, and for nothing else.
+"""Guesses from its first bytes what a file is that is no checkpoint; only for error messages.
 
 Source: the magic numbers in the documents of each format; torch/serialization.py for its own older formats.
 """

@@ -1,4 +1,4 @@
-"""Where every record of a file lies: storages → extents, in pure integers.
+"""Computes where every record of a file lies: storages → extents, in pure integers.
 
 The layout of a torch zip depends only on record names, sizes and alignment, so every offset is known before a byte
 moves, and any writer can write any part. This module computes places; `torch_zip` encodes the bytes at those places.

@@ -1,9 +1,9 @@
 """MANIFEST.json ⇄ dataclasses, and the names in a checkpoint directory. Pure: no I/O, no torch, hostile input expected.
 
 The manifest says which files make up a checkpoint. It is written last, so a directory that has one is complete.
-docs/reference/file-format.md, section 4, is the format. A manifest may come from anywhere: what passes here names only
-files below its own directory, each once, and was found so in time and memory linear in its length. Whether those files
-are there, and are what the manifest says, is for those who do I/O.
+docs/reference/file-format.md, section 4, is the format. A manifest may come from anywhere: one that passes the checks
+here names only files below its own directory, each once. The checks take time and memory linear in its length. Callers
+check whether the files exist and match the manifest.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _STRUCTURE_COUNT_MAX = 2_000_000  # brackets and commas: 100,000 files have five
 _QUOTE_COUNT_MAX = 4_000_000  # and ten
 _NUMBER_CHARACTERS_MAX = 40
 _INTEGER_LIMIT = 1 << 63
-# The kernel sets no clock before 1970 or after 2232. Calendar functions, which overflow, bear every time below.
+# The kernel sets no clock before 1970 or after 2232. Calendar functions do not overflow for any time below.
 _TIME_LIMIT_S = float(1 << 36)
 
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})")
@@ -118,7 +118,7 @@ class CheckpointManifest:
 
 
 NO_FILES = CheckpointManifest((), None, 0.0, {}, {}, {}, {})
-"""In place of a manifest where there is none."""
+"""Stands for a manifest if there is none."""
 
 
 # ------------------------------------------------------------------------------------------------------- names

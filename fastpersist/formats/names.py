@@ -1,4 +1,4 @@
-"""Names of tensors: which are meant by patterns, and what they are called after renaming. Pure text."""
+"""Matches names of tensors with patterns, and renames them. Pure text."""
 
 from __future__ import annotations
 

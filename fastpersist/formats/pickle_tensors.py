@@ -1,4 +1,4 @@
-"""Storages and tensors in a scanned pickle: which ones, of what size and shape, under which names.
+"""Finds the storages and tensors in a scanned pickle, with their sizes, shapes and names.
 
 `storage_references` turns the persistent ids into storages (key, location, size), in the order in which the
 unpickler would ask for them; `iter_tensors` names every tensor in the tree. Both read the nodes of `pickle_scan`
@@ -152,11 +152,11 @@ def storage_references(scan: PickleScan) -> list[StorageReference]:
 
 
 def builds_without_bytes(scan: PickleScan) -> bool:
-    """Tell whether unpickling surely looks at no byte of a storage, so that it may run before these are there.
+    """Tell whether unpickling surely reads no byte of a storage, so that it may run before the bytes are read.
 
-    It does so for plain tensors, parameters and OrderedDicts, made as picklers write them, in dicts, lists, tuples and
-    sets: these hash and compare tensors by identity. Whatever else is called may look: a `__setstate__`, a subclass, a
-    sparse or nested tensor, which checks its indices, or a size that is itself a tensor.
+    This holds for plain tensors, parameters and OrderedDicts, as picklers write them, in dicts, lists, tuples and sets:
+    these hash and compare tensors by identity. Any other call may read bytes: a `__setstate__`, a subclass, a sparse or
+    nested tensor, which checks its indices, or a size that is itself a tensor.
 
     Thread safety: safe.
     """

@@ -1,4 +1,4 @@
-"""What a scanned pickle holds beside tensors: each value by name, as text. Linear, without recursion, as the scan."""
+"""Lists the values in a scanned pickle that are no tensors, by name, as text. Linear, no recursion, like the scan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An open checkpoint file: which format it has, and what lies where in it, proven before anybody uses it.
+"""An open checkpoint file: its format and the places of its records, validated before use.
 
-The file is opened twice: for small reads, and for transfers, which set and clear O_DIRECT. Both descriptors are of one
-inode, so a file that is replaced meanwhile does no harm. This moves no data and makes no tensors.
+The file is opened twice: for small reads, and for transfers, which set and clear O_DIRECT. Both descriptors have the
+same inode, so replacing the file meanwhile does no harm. This module moves no data and makes no tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The floating-point tensors of a loaded object in another dtype."""
+"""Converts the floating-point tensors of a loaded object to another dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
     """Convert the floating-point tensors in dicts, lists and tuples, and return the object.
 
     Dicts and lists are changed in place, one tensor after the other, so that memory holds one tensor twice at most.
-    A tensor that stands in several places stays one.
+    A tensor that occurs in several places stays one tensor.
     """
     places: Counter[object] = Counter()
     _count(value, dtype, places, set())

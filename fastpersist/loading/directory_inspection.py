@@ -1,9 +1,9 @@
-"""List what a checkpoint directory, or a root of such directories, holds, and tell whether it is whole.
+"""Lists the contents of a checkpoint directory, or of a root, and verifies them.
 
 MANIFEST.json alone decides: the files that it lists must be there, with their lengths and CRCs. Files with tensors are
-opened only to list the tensors, or to tell which of them are damaged. Nothing is changed. The directory is held
-meanwhile, so that no other process removes it. In a root, a step that is removed before it could be held counts as not
-there.
+opened only to list the tensors, or to tell which of them are damaged. Nothing is changed. The directory is locked
+meanwhile, so that no other process removes it. In a root, a step that is removed before it could be locked counts as
+absent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Fill a Module, or nested containers of tensors and Modules, in place: from a torch zip, or from safetensors files.
+"""Fills a Module, or nested containers of tensors and Modules, in place: from a torch zip, or from safetensors files.
 
 Stock torch.load builds the file's object over storages on the meta device. So every name, shape, dtype and stride is
-known without a byte of data, and nothing changes before all is checked. When a Module's tensors are filled, they go
-through its load_state_dict, if it has hooks or extra state, or a state_dict of other tensors than its own.
-`restore` fills targets with optimizers and other objects.
+known without a byte of data, and nothing changes before all is checked. After a Module's tensors are filled, they pass
+through its load_state_dict if it has hooks or extra state, or if its state_dict has other tensors than the module's
+own. `restore` fills targets with optimizers and other objects.
 """
 
 from __future__ import annotations

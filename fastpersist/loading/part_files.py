@@ -1,4 +1,4 @@
-"""Read and compare the parts of one save in the directories of several stores, and check that they are whole.
+"""Reads and compares the parts of one save in the directories of several stores, and checks that they are complete.
 
 `formats.split_manifest` defines the record of parts; `merge` and `node_local.exchange` put the bytes together.
 """
@@ -47,7 +47,7 @@ class FoundPart:
 
     @property
     def author(self) -> str:
-        """Who wrote the part, for messages."""
+        """The rank and host that wrote the part, for messages."""
         return f"rank {self.part.rank} has written it on {self.host}"
 
 

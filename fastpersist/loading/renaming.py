@@ -1,4 +1,4 @@
-"""Other names for what a file holds: the names of a checkpoint of others become those of a target.
+"""Renames the entries of a loaded file, so that names of other checkpoints fit a target.
 
 Names are the flat ones of `fastpersist.inspect`: `model.layers.0.weight`. Nested dicts become one flat dict of these
 names, then `regrouped` nests it like a target. `nested_for` keeps the nesting, for targets that need it: optimizers.
@@ -94,10 +94,10 @@ def nested_for(
     entries_of: Entries = dict_entries,
     make_dict: Callable[[dict[Any, Any]], Any] = dict,
 ) -> Any:
-    """Return nested dicts in which what has a new name lies where its target expects it.
+    """Return nested dicts in which each renamed entry lies where its target expects it.
 
-    Entries in which no name changes stay the objects that they are. What belongs to no target by its new name lies
-    under that name in the outermost dict.
+    Entries in which no name changes stay the same objects. An entry whose new name belongs to no target lies under that
+    name in the outermost dict.
 
     Args:
         path: Of the file, for messages.
@@ -137,7 +137,7 @@ def _made(value: Any, make_dict: Callable[[dict[Any, Any]], Any]) -> Any:
 
 
 def _path_for(name: str, old: Path, targets: Mapping[str, object]) -> Path:
-    """Return where what has a new name belongs: below a module under one name, else nested as it was.
+    """Return the path of a renamed entry: below a module under one name, otherwise nested as before.
 
     Worked example: for a module "model", "model.0.weight" belongs to ("model", "0.weight"). For an optimizer "optim",
     what was at ("optim", "state", "module.weight", "exp_avg") belongs by the name "optim.state.weight.exp_avg" to

@@ -1,15 +1,15 @@
-"""Restore modules and optimizers from a saved state in place, without a second copy of the state.
+"""Restores modules and optimizers from a saved state in place, without a second copy of the state.
 
 1. Prove the file's structure, and check the CRCs of all records but the storages.
 2. Load the entries that the caller asked for and that have no target. Unpickle once, with storages on the meta device
    for all other entries: this gives their names, shapes and dtypes without a byte of data.
 3. Plan which tensor of the file goes to which tensor of a target (`target_plan`). Every misfit is found here.
-4. Load what has no memory in a target (state that an optimizer does not have yet, schedulers, extra state); with
-   `verify`, check the rest. Unpickle again, around what is loaded. What nobody asked for is left out (`selection`), and
-   its storages are never read. Up to here no target has changed.
-5. Fill the targets' tensors from the file. Then call each target's own load_state_dict with its entry, in which these
-   very tensors stand: a copy of a tensor onto itself costs nothing, an optimizer adopts tensors of the right dtype and
-   device, and hooks, extra state, groups and numbers go their usual way.
+4. Load the entries without memory in a target (state that an optimizer does not have yet, schedulers, extra state);
+   with `verify`, check the rest. Unpickle again, around the loaded entries. Entries that nobody asked for are left out
+   (`selection`), and their storages are never read. Until this point no target has changed.
+5. Fill the targets' tensors from the file. Then call each target's own load_state_dict with its entry, which contains
+   these same tensors: copying a tensor onto itself costs nothing, an optimizer adopts tensors of the right dtype and
+   device, and hooks, extra state, groups and numbers are handled as usual.
 
 If step 2 is impossible (a callable map_location, objects that cannot be built without data, …), the whole state is
 loaded and copied into the targets, and the log says why. Directories, steps and the fallback to an older step are in
@@ -338,7 +338,7 @@ class _Ready:
 
 
 def _planned_in_place(source: CheckpointSource, options: _Options, scan: PickleScan) -> _Ready | str:
-    """Load what has no memory in a target, and plan the rest; or say why that is impossible."""
+    """Load the entries without memory in a target, and plan the rest; or say why that is impossible."""
     root = options.arranged_nodes(source.path, scan.root)
     sizes_bytes = {reference.key: reference.size_bytes for reference in source.summary.references}
     keys = set(sizes_bytes)
@@ -404,7 +404,7 @@ def _left_out(path: str, state: Any, options: _Options, entries_of: Entries, byt
         return Choice([], [])
     choice = left_out_of(state, options.into, options.keys, entries_of, bytes_of)
     entries = entries_of(state)
-    if not options.into and entries is not None:  # with targets, one error tells all that is wrong
+    if not options.into and entries is not None:  # with targets, one error lists everything that is wrong
         refuse_unmatched(path, choice.unmatched, [key for key, _ in entries if isinstance(key, SCALAR_KEYS)])
     return choice
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a model in a directory, as HuggingFace writes them: which files, and what lies in which.
+"""Finds the safetensors files of a model in a directory, as HuggingFace writes them, and the tensors in each.
 
 With `model.safetensors.index.json` these are the files that it names; without it `model.safetensors`, or else all
 safetensors files. Here are names and headers only: `fill_target` fills targets from the files, and

@@ -1,10 +1,10 @@
-"""Which entries of a saved object are loaded: those with the names that a caller gives, exactly or as patterns.
+"""Selects the entries of a saved object to load, by exact names or patterns.
 
 A saved object is a tree of dicts; lists, tensors and all other values are its leaves. An entry has the flat name that
 `fastpersist.inspect` prints: `model.layers.0.weight`, `optimizer.state[0].exp_avg`. A number in brackets may also be
 written with a dot: `optimizer.state.0.exp_avg`.
 
-This looks at trees of any kind (objects, scanned pickles, names of shards) by functions that its callers give it, and
+This module examines trees of any kind (objects, scanned pickles, names of shards) through functions of its callers, and
 reads nothing.
 """
 
@@ -41,7 +41,7 @@ Entries: TypeAlias = Callable[[Any], Iterable[tuple[Any, Any]] | None]
 """Returns keys and values of a dict; None for a leaf."""
 
 _DEPTH_MAX = 64
-"""Dicts that are nested deeper are chosen with the dict around them."""
+"""Dicts nested deeper than this are chosen only together with the dict around them."""
 
 _SMALL_BYTES = 1 << 20
 _SHOWN_COUNT = 10
@@ -63,7 +63,7 @@ class Choice(NamedTuple):
 
 
 def require_keys(keys: object) -> None:
-    """Refuse what is no list of texts, also a text, which would be a list of letters.
+    """Refuse anything but a list of strings; also a single string, which would count as a list of letters.
 
     Raises:
         ConfigError: It is none.
@@ -83,7 +83,7 @@ def choose(root: Any, keys: Collection[str], entries_of: Entries, *, beside: Col
             no pattern.
         entries_of: Looks into the tree. A dict with two names is looked into under the first. An entry whose key is
             neither text nor a number has no name: it stays where it is.
-        beside: Keys of the root whose entries are passed over: they are neither chosen nor left out.
+        beside: Keys of the root whose entries are skipped: they are neither chosen nor left out.
     """
     exact = {key for key, _ in entries_of(root) or () if isinstance(key, SCALAR_KEYS)}
     unmatched = dict.fromkeys(keys)
@@ -123,10 +123,10 @@ def _matches(key: object, names: Iterable[str]) -> bool:
 def left_out_of(
     state: Any, into: Collection[str], keys: Collection[str] | None, entries_of: Entries, bytes_of: Callable[[Any], int]
 ) -> Choice:
-    """Choose what a load neither reads nor returns of a state: one rule for all kinds of steps.
+    """Choose the entries of a state that a load neither reads nor returns: one rule for all kinds of steps.
 
-    Of the entries that are not in `into`, those are left out that no key chooses. With `into`, entries whose tensors
-    have less than 1 MiB together come along all the same: they are a step, a scheduler, a state of random numbers.
+    Entries that are not in `into` are left out unless a key chooses them. With `into`, entries whose tensors have less
+    than 1 MiB together are loaded in any case: a step, a scheduler, the state of a random generator.
 
     Args:
         state: The state, as a tree.
@@ -147,7 +147,7 @@ def left_out_of(
 
 
 def tell_left_out(path: str, choice: Choice, bytes_of: Callable[[Any], int]) -> None:
-    """Log in one line which entries nobody asked for, and how large they are."""
+    """Log in one line which entries were left out because nobody asked for them, and their sizes."""
     if choice.left_out:
         names = [f"{joined_name('', found[0])} ({bytes_of(node) / 2**20:.1f} MiB)" for found, node in choice.left_out]
         more = f" and {len(names) - _SHOWN_COUNT} more" if len(names) > _SHOWN_COUNT else ""
@@ -197,7 +197,7 @@ def _without(value: Any, tree: Mapping[Any, Any]) -> Any:
 
 
 def chosen_part(path: str, value: Any, keys: Collection[str] | None) -> Any:
-    """Return what keys choose of a loaded object; all of it without keys.
+    """Return the parts of a loaded object that keys choose; without keys, the whole object.
 
     Raises:
         ConfigError: It is no dict, or a key chooses nothing.

@@ -1,12 +1,12 @@
-"""Plan which tensor of a saved file goes to which tensor of a target, and which storages that leaves to be loaded.
+"""Plans which tensor of a saved file goes to which tensor of a target, and which storages are left to be loaded.
 
 The first result is a `Plan`: leaves (tensors that are filled in place, or get memory of their own) and steps (the
 load_state_dict of each target, and the like), which `restore` takes once all tensors are filled; and every reason why
-file and target do not fit. `targets` does what is alike for files and for shards.
+file and target do not fit. `targets` has the code that files and shards share.
 
 The second result is `SortedStorages`: a storage needs no memory if its tensors are filled in place, or if nobody asked
-for them. This comes from the scanned pickle, before any object is built. All storages below a part of the pickle that
-the plan does not mention, or that the scan does not understand, get memory.
+for them. This is derived from the scanned pickle, before any object is built. All storages below a part of the pickle
+that the plan does not mention, or that the scan does not understand, get memory.
 
 Nothing here reads a file or changes a target.
 """

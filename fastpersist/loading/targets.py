@@ -1,8 +1,8 @@
-"""Restore what a state is for: walk a target beside what was saved for it, say why they do not fit, change the target.
+"""Restores targets: walks a target together with its saved state, reports why they do not fit, changes the target.
 
-Here is all that is alike for a file (`loading.target_plan`) and for shards (`dcp.target_plan`):
+This module has the code that files (`loading.target_plan`) and shards (`dcp.target_plan`) share:
 
-- how a misfit is told (`refuse_misfit`);
+- the error for a target that does not fit (`refuse_misfit`);
 - `TargetWalk`, which plans dicts, lists, tuples, plain values, objects with load_state_dict, and the tensors that an
   optimizer keeps. Subclasses look into the saved state, and plan modules, optimizers and single tensors. The walk reads
   no file and changes no target: it leaves `Step`s;
@@ -70,7 +70,7 @@ MODULES, OPTIMIZERS, OTHERS = range(3)
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_into` has passed over, as `Module.load_state_dict` returns it.
+    """The names that `load_into` has ignored, as `Module.load_state_dict` returns them.
 
     Attributes:
         missing_keys: Names that are in the target, but not in the file.
@@ -156,7 +156,7 @@ def _by_prefix(problems: Sequence[str]) -> list[str]:
     stored = {match[1] for match in matches if match is not None and match[2] != "target"}
     if not wanted or len(wanted) != len(stored):
         return list(problems)
-    first, last = min(wanted | stored), max(wanted | stored)  # what these two have in common, all have
+    first, last = min(wanted | stored), max(wanted | stored)  # a common prefix of these two is common to all
     common = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     owner = first[: first.rfind(".", 0, common) + 1]
     for longer, shorter, side in ((stored, wanted, "file"), (wanted, stored, "target")):
@@ -196,7 +196,7 @@ class Step:
 
 
 class TargetWalk(ABC):
-    """Plans how targets get what was saved for them.
+    """Plans how targets get their saved state.
 
     Attributes:
         steps: What to do, in the order of the ranks, once all tensors are filled.

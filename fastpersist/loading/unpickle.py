@@ -1,14 +1,14 @@
-"""Load a file: fill all storages first, unpickle last.
+"""Loads a file: fills all storages first, unpickles last.
 
-1. Prove the zip directory, and scan the pickle: it names the storages, their sizes and devices.
+1. Validate the zip directory, and scan the pickle: it names the storages, their sizes and devices.
 2. Allocate every storage, and let the reader fill all of them; with `verify` it computes CRCs in the same pass.
 3. Let stock torch.load build the object. Its `map_location` is a dictionary of ours: for each storage it returns a name
-   that only our registered deserializer knows, and that one hands out the filled storage. torch reads through a file
-   object of ours that skips the bytes of storages. So all code that runs during unpickling sees true bytes, and a
+   that only our registered deserializer knows, and this deserializer returns the filled storage. torch reads through a
+   file object of ours that skips the bytes of storages. So all code that runs during unpickling sees the real bytes. A
    torch.load that such code calls is not affected: it has neither our dictionary nor our file.
 
-For the state of most models, a plain pickle, torch.load takes an unpickler of ours (`plain_load`), which hands out the
-storages itself. Such a pickle surely runs no code that looks at bytes, so steps 2 and 3 go on together.
+For a plain pickle, such as the state of most models, torch.load gets an unpickler of ours (`plain_load`), which returns
+the storages itself. Such a pickle runs no code that reads tensor bytes, so steps 2 and 3 overlap.
 
 Stock torch.load reads the file alone, and the log says why, with a callable map_location, for meta and fake loads, for
 byte-swapped, legacy and TorchScript files, and if pickle and directory disagree.
@@ -65,7 +65,7 @@ MapLocation: TypeAlias = Callable[[Any, str], Any] | torch.device | str | dict[s
 # --------------------------------------------------------------------------------------------- stock torch.load
 
 _LOAD_PRIORITY = -7_310_000
-"""The priority of our deserializer in torch's registry: before all others, for it answers to our names only."""
+"""The priority of our deserializer in torch's registry: before all others, because it answers only to our names."""
 
 _TOKEN_PREFIX = "fastpersist-storage:"
 _running: dict[str, _StorageSupply] = {}
@@ -331,7 +331,7 @@ def storages_to_fill(
     for reference in source.summary.references:
         entry = entries.get(f"data/{reference.key}")
         if entry is None or entry.size_bytes < reference.size_bytes:
-            # torch is not asked: older versions trust the pickle and read beyond the record.
+            # Do not leave this to torch: older versions trust the pickle and read beyond the record.
             raise FormatError(f"storage {reference.key} is missing or too short", path=source.path)
         if entry.size_bytes != reference.size_bytes:
             return f"pickle and directory disagree on storage {reference.key}"
@@ -430,12 +430,12 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Allocate a storage whose bytes are about to be filled.
 
     In host memory the storage cannot grow, like those of torch.load: so torch refuses a tensor that a file describes as
-    larger than its storage. An ordinary storage would grow, by bytes that nobody has written. Memory of a device comes
-    from torch's allocator, which has to know it, and can grow: `unpickle_with` checks that afterwards.
+    larger than its storage. An ordinary storage would grow, by bytes that nobody has written. Device memory must come
+    from torch's allocator, and can grow: `unpickle_with` checks this afterwards.
 
-    A large storage in host memory has pages of its own. Then a direct read may go straight to it. And mappings lie next
-    to each other, with huge pages across them: malloc writes a header before each block, and where a small page is in
-    use, no huge page can be. These headers left a fifth to a third of a GPT-2 on small pages.
+    A large storage in host memory has pages of its own, so a direct read can go straight to it. Such mappings are
+    adjacent, and huge pages span them. malloc writes a header before each block, and the small page with the header
+    prevents a huge page. These headers left a fifth to a third of a GPT-2 on small pages.
     """
     if device.type != "cpu":
         return torch.UntypedStorage(size_bytes, device=device)
@@ -488,7 +488,7 @@ _READING_CODE = (
 
 
 def _comes_from_torch(error: BaseException) -> bool:
-    """Tell whether nothing but this package and torch's loading was at work when an error was raised."""
+    """Tell whether only code of this package and torch's loading was on the stack when an error was raised."""
     frames = traceback.walk_tb(error.__traceback__)
     return all(frame.f_code.co_filename.startswith(_READING_CODE) for frame, _ in frames)
 
@@ -581,8 +581,8 @@ def _extents_of(
 class LocalHeaders:
     """The local headers of storages that are not known yet, read in the same pass as these.
 
-    torch reads them when it unpickles. Each lies right before its storage. If they were read then, the kernel would
-    read ahead, and many small storages would come from the disk twice.
+    torch reads them when it unpickles. Each lies right before its storage. If they were read only then, the kernel
+    would read ahead, and many small storages would be read from the disk twice.
     """
 
     def __init__(self, source: CheckpointSource, keys: Iterable[str], extents: Extents) -> None:
@@ -596,7 +596,7 @@ class LocalHeaders:
             extents.add_memory(entry.header_offset_bytes, LOCAL_HEADER_BYTES, address, memory, with_crc=False)
 
     def keep(self) -> None:
-        """Let the source know them, when they are read, and prove them.
+        """Check the headers that were read, and store them in the source.
 
         Raises:
             FormatError: One leads out of the file, or is none.

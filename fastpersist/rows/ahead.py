@@ -1,4 +1,4 @@
-"""A loop over batches whose rows were asked for while earlier batches were worked on: `RowStore.ahead`."""
+"""Iterates over batches, and requests their rows while earlier batches are processed: `RowStore.ahead`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _with_rows(
         if failures:
             raise failures.pop()
     finally:  # the loop was left early, or the rows of a batch failed, or the wait for them was interrupted
-        for _, ticket in reversed(asked):  # the other way round each would make room for the next one to be started
+        for _, ticket in reversed(asked):  # in forward order, each would make room for starting the next one
             ticket.cancel()
 
 
@@ -65,7 +65,7 @@ def _taken(asked: deque[tuple[Batch, Ticket]]) -> tuple[Batch, torch.Tensor]:
 
 
 def _until_failure(pairs: Iterator[tuple[Batch, Ticket]], failures: list[Exception]) -> Iterator[tuple[Batch, Ticket]]:
-    """Yield pairs up to an error, which is put into `failures`: the batches before it are worked on first."""
+    """Yield pairs up to an error, which is put into `failures`: the batches before it are processed first."""
     try:
         yield from pairs
     except Exception as error:  # noqa: BLE001 - it is raised later

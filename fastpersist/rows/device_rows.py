@@ -1,7 +1,7 @@
-"""Rows in the memory of a CUDA device: kept there, so that requests read only the others; or on their way there.
+"""Rows in a CUDA device's memory: rows kept there, so that requests read only the others, and transfers of rows to it.
 
-Rows that the cache holds are gathered by the device itself, which reads the cache's pinned memory as fast as the bus
-allows. A gather on the host takes many threads, and a copy afterwards.
+The device itself gathers cached rows: it reads the cache's pinned memory as fast as the bus allows. A gather on the
+host would take many threads, and a copy afterwards.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _WORD_BYTES_MIN = 4  # as of csrc/device/row_kernel.h
-_ROW_BYTES_MIN = 256  # of shorter rows, a device reads too few bytes at a time to be faster than the host
-_GATHERED_BYTES_MIN = 1 << 20  # fewer are gathered faster by the host: a device takes a while to begin
+_ROW_BYTES_MIN = 256  # with shorter rows, a device reads too few bytes at a time to be faster than the host
+_GATHERED_BYTES_MIN = 1 << 20  # the host gathers fewer bytes faster: a device takes a while to begin
 _COUNT_MAX = 2**31 - 1
-_AT_ONCE_BYTES = 64 << 20  # for what is brought before it is put in its place, in the device's memory
+_AT_ONCE_BYTES = 64 << 20  # of device memory, for rows before they are put into their places
 
 
 def checked_device(device: torch.device | str | None) -> torch.device | None:
-    """Return where rows are wanted, a CUDA device with its number; None if nothing is said.
+    """Return the CUDA device for the rows, with its number; None if none was given.
 
     Raises:
         ConfigError: There is no such device.
@@ -69,7 +69,7 @@ class DeviceRows(NamedTuple):
     def split(self, ids: torch.Tensor) -> Split:
         """Divide ids, of one dimension on the CPU, into those of kept rows and the others.
 
-        What is copied to the device is in pinned memory, so the caller need not wait for it.
+        The tensors that are copied to the device are in pinned memory, so the caller need not wait.
         """
         places = torch.empty(ids.numel(), dtype=torch.int32, device="cpu", pin_memory=True)
         torch.index_select(self.place_of_row, 0, ids, out=places)
@@ -126,7 +126,7 @@ class CachedRows(NamedTuple):
 
 
 class SentRows(NamedTuple):
-    """Rows on their way to a device, in a stream of ours, beside what the caller's streams do.
+    """Rows being copied to a device in a stream of ours, in parallel with the caller's streams.
 
     Attributes:
         rows: The rows, on the device.
@@ -137,7 +137,7 @@ class SentRows(NamedTuple):
     event: torch.cuda.Event
 
     def taken(self) -> torch.Tensor:
-        """Return them for the caller's current stream, which waits for them."""
+        """Make the caller's current stream wait for the rows, and return them."""
         stream = torch.cuda.current_stream(self.rows.device)
         stream.wait_event(self.event)
         self.rows.record_stream(stream)
@@ -145,7 +145,7 @@ class SentRows(NamedTuple):
 
 
 def send_rows(bring: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> SentRows:
-    """Bring rows to a device in a stream of ours.
+    """Copy rows to a device in a stream of ours.
 
     Args:
         bring: Copies them there in the current stream, and returns them.
@@ -158,7 +158,7 @@ def send_rows(bring: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> S
 def kept_on_device(
     ids: torch.Tensor, row_count: int, rows: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor], at_once: int
 ) -> DeviceRows:
-    """Bring rows to a device.
+    """Copy rows to a device.
 
     Args:
         ids: Different ids, of one dimension on the CPU.
@@ -243,6 +243,6 @@ def _fill(rows: torch.Tensor, places: torch.Tensor, found: torch.Tensor) -> None
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
-    """View rows as words, the longer the faster they are copied; not every dtype can be indexed."""
+    """View rows as words, as long as possible to copy fast; not every dtype can be indexed."""
     raw = rows.view(rows.shape[0], math.prod(rows.shape[1:])).view(torch.uint8)
     return raw.view(next(word for word in _WORDS if raw.shape[1] % word.itemsize == 0))

@@ -12,13 +12,13 @@ __all__ = ["RowEmbedding"]
 
 
 class RowEmbedding(torch.nn.Module):
-    """An embedding that is not trained, whose rows are read from disk when they are asked for.
+    """A frozen embedding whose rows are read from disk when they are looked up.
 
     It has no parameter and no buffer: it adds nothing to a state_dict, and `to` converts nothing. Results have no
     gradient, and are in the table's dtype.
 
     Args:
-        rows: The table; its rows have one dimension. It stays the caller's, who closes it.
+        rows: The table; its rows have one dimension. The caller owns it, and closes it.
 
     Attributes:
         rows: The table.
@@ -57,11 +57,11 @@ class RowEmbedding(torch.nn.Module):
             raise ConfigError(f"ids of an embedding are a tensor, not {type(ids).__name__}; pass torch.as_tensor(ids)")
         if not ids.is_cuda:
             return self.rows.gather(ids, device=ids.device)
-        try:  # a row that is asked for more than once crosses the bus once
+        try:  # a repeated row crosses the bus once
             unique, inverse = torch.unique(ids, return_inverse=True)
             return rows_at(self.rows.gather(unique, device=ids.device), inverse)
         except RowIndexError:
-            self.rows.gather(ids)  # tells which of the ids it is
+            self.rows.gather(ids)  # its error says which of the ids it is
             raise
 
     def extra_repr(self) -> str:

@@ -1,10 +1,10 @@
-"""Rewrite a table with the rows first that are asked for most: `pack_rows`.
+"""Rewrites a table with the most requested rows first: `pack_rows`.
 
-Rows that are asked for together then lie together: a read of a block brings several of them, and the hot part of the
+Rows that are requested together then lie together: a read of a block brings several of them, and the hot part of the
 table is small. The permutation goes into the sidecar, so callers keep their ids.
 
-Rows are moved by reading only in file order. A pass reads the whole source, and keeps those rows in memory that belong
-into the next window of the destination; then the window is written. With memory for a quarter of the table that is four
+The source is read only in file order. A pass reads the whole source, and keeps the rows in memory that belong into the
+next window of the destination; then the window is written. With memory for a quarter of the table, this takes four
 reads of the source and one write, all sequential.
 """
 

@@ -1,8 +1,8 @@
-"""How far a table has come that is being written: record ⇄ bytes of the first page of its pending file. Pure.
+"""The progress record of a table being written: encodes and parses the first page of its pending file. Pure.
 
-The page becomes the file's header when all rows are there; before, no reader takes it for one. Two records have room in
-it, and each new one replaces the older of the two. So if a power failure tears the page, the one before is still whole.
-A record is true once it is in the file: the rows that it counts were synced before it was written.
+The page becomes the file's header when all rows are written; before that, no reader accepts it as a header. It has room
+for two records, and each new record replaces the older one. So if a power failure tears the page, the previous record
+is still whole. A record is valid once it is in the file: the rows that it counts were synced before it was written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Progress:
 
     Attributes:
         spec: What kind of table it is to be; a writer of another kind must not go on with it.
-        done_bytes: Bytes of rows that are durable; whole rows, since a writer that goes on may write others behind.
+        done_bytes: Bytes of durable rows; whole rows, since a continuing writer may write rows of other sizes after
+            them.
         crc32: Of these bytes.
     """
 

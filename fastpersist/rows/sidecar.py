@@ -1,9 +1,9 @@
-"""What lies beside a table: CRCs of its chunks, and where a packed table has the row of each id.
+"""The sidecar of a table: CRCs of its chunks, and for a packed table the position of each id's row.
 
 `<name>.rows.safetensors` holds "crc32", one CRC-32 for each `CHUNK_BYTES` of the rows' bytes, and perhaps
 "position_of_row". Any reader of safetensors reads it. Table and sidecar cannot become visible in one step, so a sidecar
-is believed only if it describes the file that is there: its length, its header, its first and its last chunk. The
-writer replaces the two in an order in which none is ever beside another's table (`writer`).
+is trusted only if it matches the existing file: its length, its header, its first and its last chunk. The writer
+replaces the two in an order in which a sidecar never lies beside another table (`writer`).
 
 A table without its sidecar is a table without checksums, unless it is packed: then ids would find the wrong rows. So
 a packed safetensors file says in its header that it needs one, and positions for another table are an error.
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 CHUNK_BYTES = 1 << 20
-"""Of each CRC. A change breaks sidecars that are there: give it another _FORMAT."""
+"""Bytes per CRC. Changing it breaks existing sidecars: then change _FORMAT, too."""
 
 PACKED_KEY = "fastpersist.packed"
 """In the metadata of a safetensors table whose rows are not in the order of their ids."""
@@ -70,7 +70,7 @@ class Sidecar:
     crcs: list[int]
 
     def misfits(self, table: CheckpointSource) -> str:
-        """Say what a look at the file finds different from what the sidecar says; an empty string if nothing.
+        """Say how the file differs from the sidecar's description; an empty string if it does not.
 
         Raises:
             StorageError: The file cannot be read.

@@ -53,8 +53,8 @@ Batch = TypeVar("Batch")
 
 _QUEUE_DEPTH = 256
 _GAP_BYTES = 8 << 10  # NVMe disks read about so many bytes in the time that another read costs
-_AHEAD_BYTES_MAX = 256 << 20  # unless told otherwise, as is the next one
-_AHEAD_ROWS = 1024  # keep a disk busy; what is started later is known to the cache meanwhile
+_AHEAD_BYTES_MAX = 256 << 20  # a default, like the next one
+_AHEAD_ROWS = 1024  # enough to keep a disk busy; until later requests are started, the cache plans for them
 _UNDER_WAY_COUNT_MIN = 2  # one is taken, one is read
 _ROW_BYTES_MAX = 1 << 30
 _KEPT_AT_ONCE_BYTES = 64 << 20
@@ -97,7 +97,7 @@ class RowStats:
 class RowTicket(Uncopied):
     """Rows that were asked for ahead, by `RowStore.prefetch`: on their way, or waiting for their turn.
 
-    Who drops it gives the rows up, as `cancel` does.
+    Dropping the ticket gives the rows up, as `cancel` does.
 
     Thread safety: any thread.
     """
@@ -154,9 +154,9 @@ class RowStore:
     The cache keeps the rows that requests made ahead will use, then those that are used most. Files are read by direct
     I/O, past the page cache, unless most of a table is in the page cache when it is opened.
 
-    A table must not change while it is open: what is changed in place is found by the next request, which fails. A new
-    version belongs into a new file that is renamed over the old one; the store goes on with the old one. In a forked
-    child that has not used the store before, requests fail instead.
+    A table must not change while it is open: the next request detects a change in place, and fails. Write a new version
+    to a new file, and rename it over the old one; the store goes on with the old file. In a forked child that has not
+    used the store before, requests fail instead.
 
     Args:
         source: A .npy file, a safetensors file, a raw file (with `shape` and `dtype`), or a list of pieces joined by
@@ -292,7 +292,7 @@ class RowStore:
         return native
 
     def _refuse_other_files(self, fds: Sequence[int]) -> None:
-        """Refuse files that are not those whose headers were read: where their rows lie is not known."""
+        """Refuse files other than those whose headers were read: the places of their rows are not known."""
         for fd, piece in zip(fds, self._rows.pieces, strict=True):
             if facts_of(fd, piece.path) != piece.facts:
                 raise StorageError(
@@ -342,7 +342,7 @@ class RowStore:
 
     @untraced
     def gather_unique(self, ids: Any, *, device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row once, and where each id finds its own: `unique[inverse]` is `gather(ids)`.
+        """Return each row once, and the index of each id's row: `unique[inverse]` is `gather(ids)`.
 
         Args:
             ids: As for `gather`.
@@ -549,7 +549,7 @@ class RowStore:
     # --- requests
 
     def _checked(self, native: _native.RowStore, ids: Any) -> tuple[torch.Tensor, torch.Size]:
-        # Of a request a trace would have nothing but the memory for its rows.
+        # A trace would record nothing of a request but the memory for its rows.
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call] # torch has no types for it
             raise ConfigError(
                 f"torch.jit.trace records no reads, here of rows of {self._path}; gather them outside of what is traced"
@@ -606,7 +606,7 @@ class RowStore:
         if out.requires_grad and torch.is_grad_enabled():
             raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
         if not out.is_inference():
-            torch.autograd.graph.increment_version(out)  # who compares its version must see the change
+            torch.autograd.graph.increment_version(out)  # code that compares its version must see the change
 
     def _start(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> _native.RowRequest:
         return native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
@@ -673,7 +673,7 @@ class RowStore:
             return ticket._error is not None or (ticket._request is not None and ticket._request.done())
 
     def _is_lost(self, ticket: RowTicket) -> bool:
-        """Tell whether nobody works on a request: the store is closed, or this is a forked child."""
+        """Tell whether nothing processes requests: the store is closed, or this is a forked child."""
         if ticket._request is not None:
             return ticket._native is not self._native and not ticket._request.done()
         return self._closed or all(waiting() is not ticket for waiting in self._waiting)
@@ -720,7 +720,7 @@ class RowStore:
     def _send_next(self) -> None:
         """Send the rows of the oldest ticket that nobody has taken to its device, if they are there, in our stream.
 
-        So they come beside what the caller does with the rows that were taken.
+        So the copy runs in parallel with the caller's work on the rows that were taken.
         """
         with self._lock:
             under_way = list(self._under_way.values())
@@ -732,9 +732,9 @@ class RowStore:
                 return
             try:
                 ticket._request.raise_failure()
-            except FastPersistError:  # who takes it is told
+            except FastPersistError:  # the error is raised when it is taken
                 return
-            with contextlib.suppress(RuntimeError):  # no memory there; who takes the rows is told
+            with contextlib.suppress(RuntimeError):  # no memory there; the error is raised when the rows are taken
                 ticket._sent = send_rows(lambda: self._result(ticket, rows, cached), self._stream_of(device))
 
     def _give_up(self, ticket: RowTicket) -> None:

@@ -1,4 +1,4 @@
-"""Read a whole table and tell whether its rows are what its writer wrote.
+"""Verifies a table: reads all of it, and compares checksums.
 
 A sidecar that does not fit is reported as damage here: our writer never leaves a table with another's sidecar, so
 either the table was damaged, or another program has written it anew. `sidecar` has the CRCs, and the reading.

@@ -108,8 +108,9 @@ def stream(
 ) -> WeightStream:
     """Run a model with its weights on disk: each is read shortly before it is used, and none is ever written.
 
-    The logits are those of the model loaded whole (mapped from the same file), bit by bit. The parameters stay the same
-    objects; between the forwards of their modules they have no values, and whoever uses one then waits for the disk.
+    The logits are those of the model loaded whole (mapped from the same file), bit for bit. The parameters stay the
+    same objects; between the forwards of their modules they have no values, and whoever uses one then waits for the
+    disk.
 
     Args:
         model: Any module, on the meta device or a real one; memory of its parameters is given back. It may be used at
