@@ -1,7 +1,7 @@
 """The base of public classes that own a lock, a descriptor or a thread: they are neither copied nor pickled.
 
-A copy would free at its end what the original still uses. `copy.deepcopy` of anything that holds such an object, such
-as a trainer, meets this too.
+When a copy is freed, it would release resources that the original still uses. `copy.deepcopy` of an object that holds
+one, such as a trainer, is refused, too.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Progress:
 
     Attributes:
         spec: What kind of table it is to be; a writer of another kind must not go on with it.
-        done_bytes: Bytes of durable rows; whole rows, since a continuing writer may write rows of other sizes after
-            them.
+        done_bytes: Bytes of durable rows; whole rows, since a continuing writer may write other rows
+            after them.
         crc32: Of these bytes.
     """
 

@@ -1,11 +1,11 @@
-"""Keep the bytes of a save as they were at save(), while training goes on: three kinds of storages, a gate, an alarm.
+"""Keeps the bytes of a save as they were at save(), while training goes on: three kinds of storages, a gate, an alarm.
 
 *Stable* storages belong to an optimizer: its parameters and the tensors of its state. They change only when it steps.
-The writer takes them from where they are while forward and backward run, and the step first copies what the writer has
-not reached (the gate). *Constant* storages were named by the user; they do not change at all. All others are
-*volatile* and are copied before save() returns. That is always right, only slower, so a storage in doubt is volatile:
-that of an optimizer without working hooks, or of a tensor without a version counter. Storages on a device that the
-native side cannot copy from are copied at once.
+The writer reads them in place while forward and backward run, and the step first copies the bytes that the writer has
+not reached (the gate). *Constant* storages were named by the user; they do not change at all. All others are *volatile*
+and are copied before save() returns. This is always correct, but slower, so a storage in doubt is volatile: of an
+optimizer without working hooks, or of a tensor without a version counter. Storages on a device that the native side
+cannot copy from are copied at once.
 
 The gate is the guarantee. One pre-hook on all optimizers of the process, which the first save that needs it sets, makes
 a step wait until the stable bytes of every pending save that it could change are captured. With gate="manual" the
@@ -61,7 +61,7 @@ _SAMPLE_BYTES = 64
 
 
 class Sources(Protocol):
-    """What is captured of a file: `containers.Container` without the writing."""
+    """The part of a file that is captured: `containers.Container` without the writing."""
 
     @property
     def sources(self) -> SourceTable:
@@ -100,7 +100,7 @@ def watch_steps() -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]  # a compiled step runs it as it is
 def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
     """Wait until everything that this step changes is captured."""
-    # To ask for the stream, or whether there is CUDA at all, would start CUDA in a process without it.
+    # Asking for the stream, or even whether there is CUDA, would start CUDA in a process without it.
     note_step_of(optimizer, is_replayed=torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     note_step(optimizer, manual=False)
     on_host = not _steps_on_current_stream(optimizer)
@@ -110,9 +110,9 @@ def _before_step(optimizer: Optimizer, _arguments: object, _keywords: object) ->
 
 
 def _steps_on_current_stream(optimizer: Optimizer) -> bool:
-    """Tell whether a step changes what is on devices only on the current streams; torch's optimizers do.
+    """Tell whether a step changes device memory only on the current streams, as torch's optimizers do.
 
-    Others may write new values on streams of their own, which nobody has told to wait.
+    Other optimizers may write new values on streams of their own, which do not wait for the copies.
     """
     return type(optimizer).__module__.startswith("torch.")
 
@@ -138,12 +138,12 @@ os.register_at_fork(after_in_child=_forget_pending)
 
 @functools.cache
 def _questions() -> _native.TensorQuestions:
-    """Return how native code asks tensors what they are."""
+    """Return the functions by which native code reads properties of tensors."""
     return _native.TensorQuestions(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage, torch_functions())
 
 
 class _Watched(NamedTuple):
-    """The counts of changes, at save(), of the tensors by which sources of a file are held."""
+    """The versions, at save(), of the tensors that hold sources of a file."""
 
     container: Sources
     counters: _native.Counters
@@ -229,8 +229,8 @@ class Capture:
         sources = container.sources
         sizes = sources.sizes_bytes
         snapshot = _native.Snapshot(self._arena.for_state(sources.total_bytes()), torch.get_num_threads())
-        # Training waits, and a state may have many thousands of sources: all that is done for each of them is done in
-        # columns, natively.
+        # Training waits, and a state may have many thousands of sources: all work for each source is done in columns,
+        # natively.
         facts, storages = sources.facts(), sources.storages
         starts = sources.addresses(facts)
         held = _native.HeldSources(_questions(), facts.keys, *container.holders, facts.versions)
@@ -267,7 +267,7 @@ class Capture:
         if ordinals is not None:
             sized = zip(ordinals, kinds, sizes, strict=True)
             copied_bytes = sum(size for ordinal, kind, size in sized if ordinal is not None and kind != _CONSTANT)
-            if copied_bytes:  # behind add, by which the arena knows the devices: else it would map what is not pinned
+            if copied_bytes:  # after add, so that the arena knows the devices: otherwise it would map unpinned memory
                 self._arena.prepare(copied_bytes)
         self._snapshots.append(snapshot)
         self._kept.append(storages)
@@ -282,7 +282,7 @@ class Capture:
 
     @property
     def _stable_keys(self) -> set[int]:
-        """What identifies the storages of the stable sources; one step in few asks for them."""
+        """The keys of the storages of the stable sources; few steps ask for them."""
         while self._keys_count < len(self._kinds_by_file):
             keys, kinds = self._kinds_by_file[self._keys_count]
             self._known_stable_keys.update(key for key, kind in zip(keys, kinds, strict=True) if kind == _STABLE)
@@ -333,8 +333,8 @@ class Capture:
 
         Args:
             optimizer: Any; the save need not know it.
-            on_any_stream: It also changes what is on devices over streams that nobody has told to wait. Those could
-                reach bytes, be they volatile, that a device is still copying.
+            on_any_stream: It also changes device memory on streams that do not wait for the copies. Such a stream could
+                change bytes, even volatile ones, that a device is still copying.
         """
         if on_any_stream and self._devices:
             return True
@@ -378,7 +378,7 @@ class Capture:
         try:
             if self.is_torn():
                 return
-            for wait in (False, True):  # first, of all files, what the arena has room for
+            for wait in (False, True):  # first, copy from all files as much as the arena has room for
                 if wait and deadline_s is not None:
                     self._wait_until(deadline_s)
                     continue
@@ -468,7 +468,7 @@ class Capture:
                 raise self._error
 
     def hurry(self) -> None:
-        """Let the writer go at full speed: somebody waits, so it need not spare the training any more."""
+        """Let the writer go at full speed: somebody waits, so it need not be paced for training any more."""
         for snapshot in self._snapshots:
             snapshot.hurry()
 
@@ -492,8 +492,8 @@ class Capture:
     def _hold_caller(self) -> None:
         """Let the caller's current streams wait for the copies from devices: that is the gate there."""
         for ordinal in self._devices:
-            # One snapshot stands for all, because a device makes all copies in one order. A stream that is being
-            # captured into a CUDA graph executes nothing now, so the thread waits, which will replay the graph.
+            # One snapshot is enough for all, because a device makes all copies in one order. A stream that is being
+            # captured into a CUDA graph executes nothing now, so the thread, which will replay the graph, waits.
             if not self._snapshots[0].hold_caller(ordinal, cuda.caller_stream(ordinal)):
                 self._wait_settled()
 
@@ -537,7 +537,7 @@ class Capture:
             self._compare_samples()
 
     def _compare_places(self) -> None:
-        """Find a storage that was resized: its memory is gone, and nobody may read there any more."""
+        """Find a storage that was resized: its old memory is freed, and must not be read any more."""
         for container, places in self._places:
             source = places.moved()
             if source is not None:

@@ -1,7 +1,7 @@
-"""Object → planned file: its sources, its length, and which bytes lie where, before a byte moves.
+"""Plans the file for an object: its sources, its length, and the place of every byte, before a byte moves.
 
 A container pickles the object, or lists its tensors, when it is made, and then knows every offset. `write_file` writes
-what it plans. `commit` cares for names, durability and visibility, and `formats` encodes.
+the planned file. `commit` handles names, durability and visibility, and `formats` encodes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Checksum(NamedTuple):
 
 
 class StoredRecords(NamedTuple):
-    """Records in a row that hold sources in a row: all of each, with header and descriptor."""
+    """Consecutive records of consecutive sources, each with header and descriptor."""
 
     offset_bytes: int
     records: list[Record]

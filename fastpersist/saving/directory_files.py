@@ -1,11 +1,11 @@
-"""The files of a pending directory: who writes them, how they are synced, and the list of them for the manifest.
+"""The files of a pending directory: writes and syncs them, and lists them for the manifest.
 
 `directory_save` decides which files there are. `commit.directory_commit` makes the directory and publishes it. The
 thread that writes does everything here but the names.
 
 A `FileProducer` writes files in a way of its own, such as the shards of one tensor over many ranks. The save
 (`directory_save`, on followers `distributed.follower_save`) owns the directory, the thread that writes, the barrier
-before the optimizer's step, and the errors. The producer owns what its files hold, and what the ranks tell each other
+before the optimizer's step, and the errors. The producer owns the content of its files, and the messages of the ranks
 about them.
 """
 
@@ -82,7 +82,7 @@ class DirectoryFiles:
         self._entries[name] = None
 
     def drop(self, name: str) -> None:
-        """Give a name back: its file is written under another one."""
+        """Release a name: its file is written under another name."""
         del self._entries[name]
 
     # --- for the thread that writes
@@ -124,7 +124,7 @@ class DirectoryFiles:
         self._stats.bytes += entry.size_bytes
 
     def note_written_elsewhere(self, entry: FileEntry, writer: str = "") -> None:
-        """List a file that somebody else has written and synced here; its length is checked before it is published.
+        """List a file here that other code has written and synced; its length is checked before publication.
 
         Args:
             entry: The file.
@@ -138,7 +138,7 @@ class DirectoryFiles:
         self._directory.note_durable(entry.name)
 
     def complete(self) -> list[FileEntry]:
-        """Return all files of the directory for its manifest; read those that somebody else has put there.
+        """Return all files of the directory for its manifest; read those that other code has put there.
 
         Raises:
             StorageError: A file is missing, or has another length than its writer has told.
@@ -156,7 +156,7 @@ class DirectoryFiles:
         return list(entries.values())
 
     def _read(self, name: str) -> FileEntry:
-        """Find length and CRC of a file that somebody else wrote; the directory's publish syncs it."""
+        """Find length and CRC of a file that other code wrote; the directory's publish syncs it."""
         path = os.path.join(self.path, name)
         with storage_errors("opening", path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,11 +1,11 @@
-"""Many files, published at once as one directory with a manifest, while training goes on.
+"""Saves many files, published at once as one directory with a manifest, while training goes on.
 
 This is for trainers that choose the names of their files: `save` and `add_bytes` put files into a hidden pending
 directory, other code may put its own there too, and `publish` makes all of it visible in one step, or nothing. A
 `Checkpointer` adds steps, retention and resume. `directory_commit` is the protocol, and `capture` captures tensors.
 
-One process saves alone, or several ranks save together. A strategy has what differs: `Alone` here, and
-`distributed.coordinator_save` on rank 0 of several. This module knows of no other rank.
+One process saves alone, or several ranks save together. A strategy object covers the differences: `Alone` here, and
+`distributed.coordinator_save` on rank 0 of several ranks. This module does not know about other ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlannedFile(Protocol):
 
     @property
     def captured(self) -> Sources:
-        """What this process writes of it."""
+        """The part of it that this process writes."""
 
     def create(self) -> tuple[int, FileEntry]:
         """Create the file that this process writes to; on the writing thread.
@@ -83,7 +83,7 @@ class WholeFile:
 
     @property
     def captured(self) -> Sources:
-        """What this process writes of it: everything."""
+        """The part of it that this process writes: everything."""
         return self._container
 
     def create(self) -> tuple[int, FileEntry]:
@@ -132,7 +132,7 @@ class Alone:
         self._files = files
 
     def fail(self, error: BaseException) -> None:
-        """Tell of a save that fails, or is given up; the thread that writes may still be writing."""
+        """Report that the save fails, or is given up; the writing thread may still be writing."""
 
     def planning(self) -> AbstractContextManager[None]:
         """Return the context in which a file is planned, on the thread that saves."""
@@ -312,7 +312,7 @@ class DirectorySave(Uncopied):
     def save_at_once(
         self, obj: object, name: str, *, format: str = "auto", metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Write a file before this returns, for code that goes on to use it: that reads, renames or replaces it.
+        """Write a file before this returns, for code that then reads, renames or replaces it.
 
         `publish` lists and syncs what has become of it.
 
@@ -474,7 +474,7 @@ class DirectorySave(Uncopied):
         self._lane.submit(lambda: self._pending.run(write, when_it_fails=self._file_failed))
 
     def _file_failed(self, error: BaseException) -> None:
-        """Let nobody wait for the capture any more; the directory stays, as others may still put files into it."""
+        """End all waits for the capture; the directory stays, because other code may still put files into it."""
         if self._closed:
             self._pending.fail(error)
         else:

@@ -1,11 +1,11 @@
-"""One object → one file: the bodies of `api.save` and `api.save_async`.
+"""Saves one object to one file: the bodies of `api.save` and `api.save_async`.
 
 Both resolve where the file goes, plan it, write it and publish it (`write_file`). `save_file` does so before it
 returns. `save_file_async` captures the object and leaves the rest to a thread. For a file that several ranks write
 together, `distributed.group_save` passes a `SharedFile`.
 
 A rename cannot replace everything that can be written to, such as a FIFO, a device or a file with several hard links.
-There stock torch.save writes in place, without the guarantees of a rename.
+In these cases stock torch.save writes in place, without the guarantees of a rename.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def _write_captured(
 
 
 def _save_now(obj: object, path: str, options: FileOptions) -> PendingSave:
-    """Save what can only be written in place, before `save_file_async` returns."""
+    """Save to a target that can only be written in place, before `save_file_async` returns."""
     report = save_file(obj, path, options)
     stats = SaveStats(path=path, bytes=report.size_bytes, engine=report.engine, stall_s=report.total_s)
     done = PendingSave(path, stats)
@@ -351,7 +351,7 @@ def _in_place_only(path: str, sys_errno: int | None, why: str) -> StorageError:
 
 
 def _save_in_place(obj: object, path: str, options: FileOptions, why: str, started_s: float) -> SaveReport:
-    """Let torch write what a rename cannot replace: not atomic, as torch.save never is."""
+    """Let torch write a target that a rename cannot replace; this is not atomic, as torch.save never is."""
     if is_safetensors(path, options.file_format):
         raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
     _log.warning("torch.save itself writes %s, in place and without our guarantees: %s", path, why)

@@ -1,4 +1,4 @@
-"""Which storages are stable and which are constant, found anew at each save.
+"""Finds which storages are stable and which are constant, anew at each save.
 
 Storages of an optimizer are stable only if its step runs hooks, because the gate (`capture`) is one of them. The
 storages of tensor subclasses that wrap others (DTensor …) are those of the tensors inside.
@@ -65,7 +65,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 class TensorsOfOwner:
-    """Tensors with the keys of their storages, which are looked up when somebody asks: a file knows most of them.
+    """Tensors with the keys of their storages, which are looked up on demand: a file knows most of them.
 
     Attributes:
         tensors: As the owner has them.

@@ -1,9 +1,8 @@
-"""When steps of optimizers come: how long after a save, and how long they are beside a save and without one.
+"""Measures the steps of optimizers: their delay after a save, and their lengths during a save and without one.
 
-The writer spreads its work over the time from a save to the next step. That is measured for each optimizer, from a
-save to the beginning of the step that follows it, where the gate is. With gate="manual" it ends at the caller's wait,
-or at the end of the step if nobody waited: the beginning is too early where forward and backward run inside
-`step(closure)`.
+The writer spreads its work over the time from a save to the next step. This time is measured for each optimizer, from a
+save to the beginning of the next step, where the gate is. With gate="manual" it ends at the caller's wait, or at the
+end of the step if nobody waited: the beginning would be too early if forward and backward run inside `step(closure)`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from fastpersist import _native
 __all__ = ["Spread", "note_save", "note_step", "save_begun", "save_over", "spread_s", "take_step_times"]
 
 PACE_SHARE = 0.8
-"""The part of that time over which the writes are spread: the rest is room for steps that come sooner."""
+"""The part of that time over which the writes are spread; the rest is a margin for steps that come sooner."""
 
 _SAMPLE_COUNT = 5
 
 
 class _Clock:
-    """Of one optimizer: when the last save before a step began, after how long its steps came, and their lengths."""
+    """The times of one optimizer: the start of the last save before a step, delays of steps, and their lengths."""
 
     __slots__ = ("delays_s", "is_beside", "is_manual", "lengths", "started_s", "stepped_s")
 
@@ -120,8 +119,8 @@ os.register_at_fork(after_in_child=_forget_saves)
 def spread_s(optimizers: Sequence[Optimizer]) -> float:
     """Return the seconds over which to spread the writing of a save; 0.0 while no step has followed one.
 
-    It is a share of the shortest of the last delays: a writer that is done too early costs next to nothing, and one
-    that is done too late costs a copy at the gate.
+    It is a share of the shortest of the last delays: finishing too early costs next to nothing, and finishing too late
+    costs a copy at the gate.
     """
     with _lock:
         known = [_clocks[optimizer].delays_s for optimizer in optimizers if optimizer in _clocks]

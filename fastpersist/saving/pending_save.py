@@ -1,11 +1,11 @@
-"""A save that is written while training goes on: its thread, how far it is, what it costs, and its error.
+"""A save that is written while training goes on: its thread, its state, its costs, and its error.
 
 A `PendingSave` is one save. It consists of tasks, lets everybody wait for them, and delivers its error exactly once.
 `file_save`, `directory_save` and `Checkpointer` make the tasks. `capture` decides who may change the bytes meanwhile.
 
 A `Lane` runs the tasks one after the other on a thread, which lives while there is work. Python waits for it before it
 exits, so a normal end of the program finishes what was begun. Saves to the same path share a lane (`run_in_order`), so
-that the save which began last is what stays.
+the save that began last determines the final file.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class PendingSave(Uncopied):
         path: What is written.
         stats: Filled in.
         rank: Of this process, for events.
-        returns: The owner calls `returned`, and "committed" is told after that: with the whole stall.
+        returns: The owner calls `returned`; the event "committed" follows after that, with the whole stall.
     """
 
     def __init__(self, path: str, stats: SaveStats, *, rank: int = 0, returns: bool = False) -> None:
@@ -140,7 +140,7 @@ class PendingSave(Uncopied):
         return self._finished.is_set() or all(capture.captured() for capture in self._captures)
 
     def done(self) -> bool:
-        """Tell whether it is over: published, failed or skipped."""
+        """Tell whether the save is over: published, failed or skipped."""
         return self._finished.is_set()
 
     def skipped(self) -> bool:
@@ -273,7 +273,7 @@ class PendingSave(Uncopied):
         except BaseException as error:
             self.cancel(error)
             if not submitted:
-                submit()  # the task finds the save cancelled, and cleans up after the tasks before it
+                submit()  # the task notices the cancellation, and cleans up after the tasks before it
             raise
 
     def check(self) -> None:
@@ -315,7 +315,7 @@ class PendingSave(Uncopied):
             raise self._cancelled
 
     def written(self) -> None:
-        """Note that the result is visible and the writer free: what is left to do does not delay the next save."""
+        """Note that the result is visible and the writer free: the remaining work does not delay the next save."""
         self._let_captures_go()
         self._tell_committed()
         self._written.set()
@@ -472,9 +472,9 @@ class _Latch:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 break
-            # Not for ever: a waiter that is interrupted right here does not let the next one go.
+            # Not for ever: a waiter that is interrupted right here does not wake the next one.
             if self._locked_until_set.acquire(timeout=min(left_s, 1.0)):
-                with suppress(RuntimeError):  # who sets it a second time was faster
+                with suppress(RuntimeError):  # another thread has set it first
                     self._locked_until_set.release()
         return self._is_set
 

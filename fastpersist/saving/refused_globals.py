@@ -1,4 +1,4 @@
-"""Warnings at save time of what a load with weights_only=True, the default, will refuse."""
+"""Warns at save time of objects that a load with weights_only=True, the default, will refuse."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def warn_caller(message: str) -> None:
 
 
 def warn_of_globals(state: object) -> None:
-    """Warn if weights_only=True, the default of every load, would refuse this state: what must be allowed, and where.
+    """Warn if weights_only=True, the default of every load, would refuse this state: name what to allow, and where.
 
-    One warning has everything that loading needs, so that nobody finds it out one by one.
+    One warning lists everything that must be allowed, so that users do not find the items one by one.
     """
     needed = _needed(state)
     if not needed:

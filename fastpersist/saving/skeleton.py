@@ -1,12 +1,12 @@
-"""Object → skeleton + storages: the pickle of an object without the bytes of its tensors.
+"""Splits an object into skeleton and storages: the pickle of an object without the bytes of its tensors.
 
 A pickler writes a persistent id for each storage, ("storage", class, key, location, numel), and leaves the bytes out.
 All other objects are reduced as by Python's pickler. So parameters, views, quantized, sparse and nested tensors,
 subclasses and DTensors come out as torch.save writes them, and the pickle has the same bytes.
 
 A training step waits for this, and a state may have many thousands of tensors. So a native pickler
-(csrc/binding/plain_pickler.cc) writes states of plain tensors and ordinary objects. Where it meets something else, such
-as a tensor subclass, Python's pickler writes the whole object, about eight times slower per tensor.
+(csrc/binding/plain_pickler.cc) writes states of plain tensors and ordinary objects. If it meets something else, such as
+a tensor subclass, Python's pickler writes the whole object, about eight times slower per tensor.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class _Storages:
         self._kind_of: dict[type, _Kind] = {}
 
     def stand_in_for_zeros(self) -> torch.storage.TypedStorage:
-        """Return what is pickled in place of the storage of a ZeroTensor, and note it."""
+        """Return the placeholder that is pickled for the storage of a ZeroTensor, and note it."""
         stand_in = torch.UntypedStorage(0, device="meta")
         self.zeros.append(stand_in)
         return _typed(stand_in, torch.float32)
 
     def zero_keys(self) -> set[str]:
-        """Return the keys of what stands for ZeroTensors."""
+        """Return the keys of the placeholders for ZeroTensors."""
         return {self._keys[storage._cdata] for storage in self.zeros if storage._cdata in self._keys}
 
     def holders(self) -> Holders:
@@ -211,7 +211,7 @@ def pickle_skeleton(obj: object) -> Skeleton:
 
 
 def _torch_types() -> _native.TorchTypes | None:
-    """Return what the native pickler has to know; None while somebody has changed how tensors are reduced."""
+    """Return the objects that the native pickler needs; None if somebody has changed how tensors are reduced."""
     slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
     for kind, reduce in _TORCH_REDUCES.items():
         if kind.__reduce_ex__ is not reduce or kind in copyreg.dispatch_table or slot_names(kind):
@@ -234,7 +234,7 @@ def _torch_types() -> _native.TorchTypes | None:
 
 @functools.cache
 def _rebuild_by_dtype() -> dict[torch.dtype, tuple[Callable[..., object], type, int, bool]]:
-    """Return how a pickle makes tensors of each dtype again; see csrc/binding/plain_pickler.h."""
+    """Return how a pickle rebuilds tensors of each dtype; see csrc/binding/plain_pickler.h."""
     of_new = (torch._utils._rebuild_tensor_v3, torch.storage.UntypedStorage, 1, True)
     found: dict[torch.dtype, tuple[Callable[..., object], type, int, bool]]
     found = dict.fromkeys(torch.storage._new_dtypes(), of_new)
@@ -303,7 +303,7 @@ def _refuse_zeros(pickled: bytes, keys: set[str]) -> None:
 
 
 def _place_of_failure(obj: object, kind: type[Exception]) -> str:
-    """Say where in an object the value is that cannot be pickled: `a.b[1].c`; "" if it is the object itself."""
+    """Return the path of the value that cannot be pickled: `a.b[1].c`; "" if it is the object itself."""
     place = ""
     seen: set[int] = set()
     while True:

@@ -1,7 +1,7 @@
-"""What a file takes from memory: its sources, and the tensors by which their storages are held.
+"""The sources of a file (ranges of memory that go into it), and the tensors that hold their storages.
 
-Both are columns. Training waits while they are made, and a state may have many thousands of tensors: an object for each
-would take longer than all else that is done with it.
+Both are stored as columns. Training waits while they are made, and a state may have many thousands of tensors: making
+an object for each would take longer than all other work on it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ class Source(NamedTuple):
 
 
 class StorageFacts(NamedTuple):
-    """What storages are at one moment.
+    """Properties of storages at one moment.
 
     Attributes:
-        keys: What identifies each while it lives.
+        keys: Identifies each storage while it lives.
         addresses: Where each lies; 0 if it has no byte.
         sizes_bytes: The length of each.
         are_on_host: All of them lie in memory that the native side can read.
-        versions: How often each tensor of the file's `Holders` was changed in place; -1 of those that do not count.
-            Empty if nobody has looked.
+        versions: The version of each tensor of the file's `Holders`; -1 if it has no counter. Empty if not read yet.
     """
 
     keys: MutableSequence[int]

@@ -1,17 +1,17 @@
-"""Planned file → bytes on the disk → its name: the one sequence by which every save writes a file.
+"""Writes a planned file and publishes it: the one sequence by which every save writes a file.
 
-A save of a file takes these steps. Each step is one function, for one process and for several ranks, for one file and
-for a directory of files, whether training waits or goes on.
+A save of a file takes these steps. Each step is one function, used for one process and several ranks, for a single file
+and a directory of files, and whether training waits or goes on.
 
 1. `containers.container_for` plans the file: every offset is known, and no byte has moved.
-2. `capture_file` finds out who may change its bytes while training goes on, and when. A save for which training waits
-   leaves this out.
-3. `write_file` reserves the space, has all bytes written, and cuts the padding off. Its argument writes the bytes:
+2. `capture_file` finds out when which bytes may change while training goes on. A save for which training waits skips
+   this step.
+3. `write_file` reserves the space, has all bytes written, and truncates the padding. Its argument writes the bytes:
    `write_container`, or with several ranks the writer of this rank's share.
 4. `publish_file` is step 3 for a file that gets a name of its own: it also makes the file durable and visible. A file
    in a directory becomes visible with that directory.
 
-`commit` cares for names and durability, `containers` for what the bytes are, and `transfer` for engines.
+`commit` handles names and durability, `containers` the content, and `transfer` the engines.
 """
 
 from __future__ import annotations

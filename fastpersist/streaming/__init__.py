@@ -1,4 +1,4 @@
-"""Weights that stay on disk while the model runs: `fastpersist.stream`.
+"""Runs a model whose weights stay on disk: `fastpersist.stream`.
 
 Where to look:
 

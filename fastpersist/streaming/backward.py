@@ -1,8 +1,8 @@
-"""Weights that a backward pass needs: noted by name in the forward, and read again when their gradients' turn comes.
+"""Weights in a backward pass: the forward saves references to them, and the backward pass reads them again.
 
-Streamed weights want no gradient, but what is trained in front of them, such as adapters, has its gradients through
-them. autograd would keep their memory, which the ring fills anew. So it keeps what was used, and where. The memory of a
-backward pass is its own: a view of it keeps it alive, whichever thread computes with it.
+Streamed weights need no gradient, but gradients of trained parameters in front of them, such as adapters, pass through
+them. autograd would keep the weights' memory, which the ring overwrites. So it keeps a reference to the weight instead.
+A backward pass has memory of its own: a view keeps this memory alive, whichever thread computes with it.
 
 Source: https://pytorch.org/docs/stable/notes/autograd.html, "Hooks for saved tensors".
 """
@@ -30,7 +30,7 @@ BoundWeights = Callable[[], Iterable[tuple[Unit, Weight]]]
 
 
 class _Used(NamedTuple):
-    """What autograd keeps in place of the values of a weight, or of a view of them."""
+    """The reference that autograd keeps in place of the values of a weight, or of a view of them."""
 
     unit: Unit
     weight: Weight
@@ -41,7 +41,7 @@ class _Used(NamedTuple):
 
 
 class BackwardReads:
-    """The units that a backward pass needs, each read when the one behind it is at work.
+    """The units that a backward pass needs; each is read while the unit before it in the pass computes.
 
     Args:
         source: Where they are read from.
@@ -95,7 +95,7 @@ class BackwardReads:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def forget(self) -> None:
-        """Let the memory of the last backward pass go; called when another forward begins."""
+        """Free the memory of the last backward pass; called when another forward begins."""
         with self._lock:
             for each in (self._current, self._next):
                 if each is not None:

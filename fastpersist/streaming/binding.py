@@ -1,8 +1,8 @@
-"""Parameters and buffers without values: what they answer, what makes them read their weight, and what they refuse.
+"""Parameters and buffers without values: the attributes they report, the operations that read them, and those refused.
 
-A weight keeps its object. While it is unbound, its class is one of the two here, its shape and dtype are true, and its
-memory is one element (NaN, where the dtype has it: what goes around Python shows at once). Binding gives it its own
-class and the memory with its values. `stream` decides when.
+A weight keeps its object. While it is unbound, its class is one of the two here, it reports its real shape and dtype,
+and its memory is one element (NaN if the dtype has it, so that code which bypasses Python is noticed at once). Binding
+gives it its own class and the memory with its values. `stream` decides when.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "unbind",
 ]
 
-# What is true of a weight without its values: attributes, and methods without an effect.
+# Attributes that are valid for a weight without its values, and methods without an effect.
 _TRUE_ATTRIBUTES = frozenset(
     """shape dtype device layout ndim itemsize nbytes names requires_grad grad grad_fn is_leaf is_cpu is_cuda is_meta
     is_mps is_mkldnn is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_mtia is_ipu is_maia
@@ -66,7 +66,7 @@ def _refuse_dispatch(cls: type, *arguments: object) -> NoReturn:
 
 
 class _Unbound:
-    """What both classes do; the instance's `_weight` says which weight it is."""
+    """The common behaviour of both classes; the instance's `_weight` says which weight it is."""
 
     @classmethod
     @untraced
@@ -82,7 +82,7 @@ class _Unbound:
         if name == "__get__":
             attribute = func.__self__.__name__  # type: ignore[attr-defined]
             is_true = attribute in _TRUE_ATTRIBUTES
-            if attribute == "data":  # changes through it are seen by nothing, and would be lost
+            if attribute == "data":  # changes through it are not noticed, and would be lost
                 _refuse("data", args[0]._weight)
         elif name == "__set__":
             is_true = _is_harmless_change(func.__self__.__name__, *args)  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ class _Unbound:
                 if isinstance(each, _Unbound):
                     _refuse(name, each._weight)
             if name in _ADDRESSES and not unbound[0]._weight.owner.is_inside():
-                _refuse(name, unbound[0]._weight)  # the memory would be gone before anybody looked there
+                _refuse(name, unbound[0]._weight)  # the memory would be freed before it is used
             if func is torch.Tensor.detach:
                 return args[0]  # it never requires a gradient
             values = {id(each): each._weight.owner.read_on_demand(each._weight) for each in unbound}
@@ -206,9 +206,9 @@ def plainly() -> Iterator[None]:
 
 
 def bind(weight: Weight, values: torch.Tensor, *, stays: bool = False) -> None:
-    """Give a weight its values, which must stay where they are until it is unbound; `stays`: that may be never.
+    """Give a weight its values, which must stay in place until it is unbound; `stays`: perhaps for ever.
 
-    It is bound when this is through, and not before: Ctrl-C may come anywhere.
+    The weight is bound when this function has finished, and not before: Ctrl-C may come anywhere.
     """
     _set_memory(weight, values)
     is_resident = stays and issubclass(weight.bound_class, torch.nn.Parameter)
@@ -255,10 +255,10 @@ class _NoReads:
 
 
 def list_only(state: dict[str, Any]) -> None:
-    """Put what has no values, and never gets them, into the place of the unbound weights of a state_dict.
+    """Replace the unbound weights of a state_dict by placeholders that never get values.
 
-    Who wants names, shapes or dtypes finds them, such as a loader of adapters. Reading the others on demand would put a
-    whole model into memory.
+    Code that needs names, shapes or dtypes finds them, such as a loader of adapters. Reading the values on demand would
+    put a whole model into memory.
     """
     for name, tensor in state.items():
         if isinstance(tensor, _Unbound) and not isinstance(tensor._weight.owner, _NoReads):
@@ -269,7 +269,7 @@ def list_only(state: dict[str, Any]) -> None:
 
 
 def _is_harmless_change(attribute: str, tensor: object, value: object) -> bool:
-    if attribute == "data":  # Module._apply sets it to what it got
+    if attribute == "data":  # Module._apply sets it to the converted tensor
         return value is tensor
     return (attribute == "grad" and value is None) or (attribute == "requires_grad" and value is False)
 
@@ -283,7 +283,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Do what `torch.nn.functional.embedding` does without gradients: the rows of the ids, and no others, are read."""
+    """Do the work of `torch.nn.functional.embedding` without gradients, reading only the rows of the ids."""
     if not isinstance(weight, _Unbound):
         return torch.nn.functional.embedding(ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if max_norm is not None:

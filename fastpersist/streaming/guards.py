@@ -1,6 +1,6 @@
-"""What a model refuses while its weights are streamed: other values, moves, copies. Its state_dict lists names only.
+"""Guards on a streamed model: it refuses other values, moves and copies, and its state_dict has no values.
 
-`binding` has what a single weight refuses.
+`binding` has the guards of single weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["put_guards", "take_guards_away"]
 
 
 _Kind: TypeAlias = tuple[torch.dtype, torch.device, int]
-"""What a move or a conversion may depend on: a dtype, a device, a number of dimensions."""
+"""The properties on which a move or a conversion may depend: dtype, device, number of dimensions."""
 
 
 def put_guards(
@@ -90,7 +90,7 @@ def put_guards(
 
 
 def take_guards_away(model: torch.nn.Module) -> None:
-    """Take those guards away that are no hooks."""
+    """Remove the guards that are no hooks."""
     for module in model.modules():
         for name in ("_apply", "__deepcopy__", "__reduce_ex__"):
             module.__dict__.pop(name, None)

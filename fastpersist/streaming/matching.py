@@ -1,4 +1,4 @@
-"""Bring the tensors of a model together with those of a source: every name, shape and dtype is proven before a read.
+"""Matches the tensors of a model with those of a source; checks every name, shape and dtype before a read.
 
 Nothing changes in the model before `put_in_place` gives it parameters with memory for those on the meta device; ties
 stay ties.

@@ -1,4 +1,4 @@
-"""The order in which units are used: learned while the model runs, and foretold from the last two. Integers only."""
+"""The order in which units are used: learned while the model runs, and predicted from the last two. Integers only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["UseOrder"]
 
 
 class UseOrder:
-    """What comes after two units in a row is what came after them last time.
+    """Predicts the next unit: the one that followed the last two units the last time.
 
-    Before such a pair was seen, it is what last came after the second of them. Before that, it is the lowest number
-    that was never used: modules are mostly registered as they are used, but norms often behind what they come before.
-    It goes round: after the last one comes the first.
+    If this pair was not seen yet, it predicts the unit that last followed the second of them. If that is unknown, too,
+    it predicts the lowest number that was never used: modules are mostly registered in the order of use, but norms are
+    often registered after the modules that they precede. The order is cyclic: after the last unit comes the first.
 
     Args:
         count: How many units there are; they are numbered in the order of registration.
@@ -40,7 +40,7 @@ class UseOrder:
         """Yield the units that are likely to come, the next one first, without an end."""
         last, current = self._last, self._current
         unused = (number for number in range(self._count) if number not in self._used)
-        guessed: dict[int, int] = {}  # what comes after units of which nothing is known yet
+        guessed: dict[int, int] = {}  # predicted successors of units of which nothing is known yet
         while self._count:
             following = self._after_pair.get((last, current))
             if following is None:

@@ -1,6 +1,7 @@
-"""Units in memory, or on their way: what is read ahead, in which order, and when its place is given back.
+"""Reads units ahead: which units, in which order, and when their place in the ring is given back.
 
-`order` foretells, `residency` has chosen who stays, `reading` reads. `stream` says when a unit is used, and binds.
+`order` predicts, `residency` has chosen the residents, `reading` reads. `stream` says when a unit is used, and binds
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Prefetch"]
 _IN_FLIGHT_BYTES = 256 << 20
 """Reads that are under way at once for residents, which the ring does not bound."""
 _SMALL_BYTES = 1 << 20
-"""Residents up to this size are read before all else, or each would wait for large reads that are before it."""
+"""Residents up to this size are read first; otherwise each would wait for the large reads before it."""
 
 
 class Prefetch:
@@ -142,8 +143,8 @@ class Prefetch:
                 self._ahead.append(unit)
 
     def give_back(self, unit: Unit) -> None:
-        """Forget the bytes of a unit, when they have landed; their place is free."""
-        if unit in self._ahead:  # after an error in `use`; else it might be given back once more, while it is in use
+        """Free the place of a unit in the ring, once its reads have completed."""
+        if unit in self._ahead:  # after an error in `use`; otherwise a second release might come while it is in use
             self._ahead.remove(unit)
         filling = self._fillings.get(unit.number)
         if filling is None:
@@ -172,11 +173,11 @@ class Prefetch:
         self._sparse = SparseMemory(0)
 
     def is_in_ring(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the memory of a tensor is the ring's, or that of experts, which will be filled anew."""
+        """Tell whether the memory of a tensor will be overwritten: it is in the ring, or in the memory of experts."""
         return self._memory.is_in_ring(tensor) or self._sparse.has(tensor)
 
     def _start_now(self, unit: Unit) -> Filling:
-        """Start to read a unit that nobody has foretold. What waits in the ring makes room for it."""
+        """Start reading a unit that was not predicted. Units that wait in the ring make room for it."""
         if self.read_count:
             self.wrong_guess_count += 1
         while (filling := self._start(unit)) is None and self._ahead:
@@ -187,12 +188,12 @@ class Prefetch:
         return filling
 
     def _start_routed(self, unit: Unit, experts: Sequence[int]) -> Filling:
-        """Start to read some experts of a unit, to where they are among all of them."""
+        """Start reading some experts of a unit to their places among all experts."""
         blocks = blocks_of_experts(unit, experts)
         return self._start_in(unit, None, self._sparse.cut([block.size_bytes for block in blocks]), blocks)
 
     def _read_more(self, unit: Unit, filling: Filling, experts: Sequence[int]) -> None:
-        """Start to read other experts of a unit to where they are missing."""
+        """Start reading the missing experts of a unit to their places."""
         more = start_filling(self._source, blocks_of_experts(unit, experts), filling.memory, None)
         filling.add(more)
         self.read_bytes += more.size_bytes

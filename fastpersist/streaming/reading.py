@@ -1,7 +1,7 @@
-"""The memory of the ring and of residents, and the reads to it: one request per unit and file, straight from the disk.
+"""The memory of the ring and of residents, and the reads into it: one request per unit and file, direct from the disk.
 
-`ring` has the places, `stream` decides what is read when. The memory is not locked: direct reads hold their pages, and
-locking would touch all of it before the first read.
+`ring` manages the places in the ring, `stream` decides what is read when. The memory is not locked: direct reads hold
+their pages, and locking would touch all of it before the first read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _tensor_of(mapping: mmap.mmap) -> torch.Tensor:
 
 
 class SparseMemory:
-    """Memory of which only what is read into it takes room; all else is zeros.
+    """Memory that takes room only where something was read into it; the rest is zeros.
 
     Args:
         size_bytes: Its length; it is mapped at the first use.
@@ -99,8 +99,8 @@ class SparseMemory:
 class Memory:
     """The memory of a stream: the ring, and pieces of their own.
 
-    On a device nobody has to wait for work that still uses memory which is given back: a `TensorFile` copies to it
-    after all work that the current stream has when the read begins.
+    On a device, memory can be given back while work still uses it: a `TensorFile` copies to it only after all work that
+    the current stream has when the read begins.
 
     Args:
         ring_bytes: Of the ring; 0 for none.
@@ -122,7 +122,7 @@ class Memory:
         return [new_memory(size, self.device) for size in sizes]
 
     def clear_ahead(self, others: Sequence[torch.Tensor]) -> None:
-        """Let a thread have the kernel clear the ring and other memory, so that the first reads need not wait for it.
+        """Let a thread touch the ring and other memory: the first reads then need not wait until pages are cleared.
 
         A virtual machine's host has to find each page first. That takes longer than reading it.
         """
@@ -201,7 +201,7 @@ class Filling:
             self._requests.pop(0)
 
     def land(self) -> None:
-        """Wait until no read is under way, whatever becomes of them."""
+        """Wait until no read is under way, whether the reads succeed or fail."""
         while self._requests:
             self._requests[0][1].exception()
             self._requests.pop(0)

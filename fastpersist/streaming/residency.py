@@ -1,8 +1,8 @@
-"""Which units stay in memory, and how large the ring is, for a budget. Integers only.
+"""Chooses, for a budget, which units stay in memory, and how large the ring is. Integers only.
 
-A pass uses units once and then begins again, so the unit that was used last is needed last: keeping the most
-recent ones would never hit, and any fixed set hits its share. Spread over the depth, each resident computes while the
-disk reads for the ring; in one piece, the ring would be full and the disk idle for as long as they compute.
+A pass uses each unit once and then begins again, so the unit that was used last is needed last: keeping the most recent
+units would never hit, but any fixed set hits its share. If residents are spread over the depth, the disk reads into the
+ring while each of them computes; if they were adjacent, the ring would be full and the disk idle while they compute.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def choose_residents(
         return Residency(frozenset(residents), resident_bytes, ring_bytes, missing_bytes)
     ranks = [0 if uses is None else uses[number].bit_length() for number in range(len(units))]
     for rank in sorted(set(ranks), reverse=True):
-        # Each unit earns its share of the rest; whenever enough is earned, the unit at hand stays.
+        # Each unit adds its share of the rest to a balance; whenever the balance is enough, the current unit stays.
         alike = [number for number in others if ranks[number] == rank]
         share = min(rest_bytes / max(sum(totals[number] for number in alike), 1), 1)
         earned_bytes = 0.0

@@ -1,4 +1,4 @@
-"""Places in the ring: a queue of bytes in one piece of memory, given back in any order and used again in the first.
+"""Places in the ring: a queue of bytes in one piece of memory, given back in any order and reused in queue order.
 
 Integers only; `reading` has the memory.
 """
@@ -38,7 +38,7 @@ class ByteRing:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._head = 0  # both count on and on; modulo the size they are places
+        self._head = 0  # both only grow; modulo the size they are places
         self._tail = 0
         self._rooms: deque[Room] = deque()
 

@@ -1,4 +1,4 @@
-"""The weights of a source, by name: where each lies in which file. Reads headers only, and opens the files.
+"""Finds the weights of a source by name, and their places in its files. Reads headers only, and opens the files.
 
 Sources are a directory of safetensors, one safetensors file, a torch zip, and a step of a Checkpointer. All are read in
 place. `units` brings them together with a model.
@@ -109,7 +109,7 @@ class WeightSource:
         return self._files[0].file.engine if self._files else ""
 
     def file(self, number: int) -> TensorFile:
-        """Return an open file, after a look at whether it is what it was.
+        """Return an open file, after checking that it has not changed.
 
         Raises:
             StorageError: It was changed in place since it was opened.

@@ -1,7 +1,7 @@
-"""Run a model whose weights stay on disk: `fastpersist.stream`, its hooks, and what it has to tell.
+"""Runs a model whose weights stay on disk: `fastpersist.stream`, its hooks, and its statistics.
 
-The hook before a unit's forward waits for the unit's bytes and binds its weights; the one behind it unbinds them, gives
-their place back, and has the next units read. The other modules of this package say how each of these is done.
+The hook before a unit's forward waits for the unit's bytes and binds its weights; the hook after it unbinds them, gives
+their place back, and has the next units read. The other modules of this package do the single tasks.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class WeightStream:
 
     def __init__(self, source: WeightSource, budget_bytes: int, device: torch.device, *, verify: bool) -> None:
         self._source = source
-        weakref.finalize(self, source.close)  # a model that is dropped takes its stream along, which nobody closes
+        weakref.finalize(self, source.close)  # if a model is dropped with its stream, nobody closes the stream
         self._device = device
         self._budget_bytes = budget_bytes
         self._verify = verify
@@ -201,7 +201,7 @@ class WeightStream:
         self._joining: dict[tuple[Weight, Unit], bool] = {}  # whether that is still to be decided
         self._is_ranked = False
         self._checked: set[int] = set()  # ids of weights whose checksum was compared
-        self._changed: list[str] = []  # parameters that the forward has changed, and that have lost the change
+        self._changed: list[str] = []  # parameters whose change by a forward was lost
         self._turn = threading.Condition()
         self._holder: int | None = None  # the thread whose turn it is
         self._chosen = Residency(frozenset(), 0, 0)
@@ -244,7 +244,7 @@ class WeightStream:
         """
         if self._closed:
             return
-        if os.getpid() != self._process_id:  # no thread of the other process is here, nor is a read under way
+        if os.getpid() != self._process_id:  # this process has neither the threads nor the reads of the other one
             self._end()
             return
         self._closing = True  # or forwards of other threads would take turn after turn
@@ -501,7 +501,7 @@ class WeightStream:
         self._stack.append(_Entered(unit, saving))
 
     def _leave(self, unit: Unit, output: Any) -> Any:
-        """Unbind what is not to stay, and have its place filled. Returns the output, without views of the ring.
+        """Unbind weights that do not stay, and have their place refilled. Returns the output without views of the ring.
 
         Raises:
             ConfigError: Parameters were changed in place. They have the values of the source again.
@@ -522,11 +522,11 @@ class WeightStream:
         return output
 
     def _depth(self) -> int:
-        """Return how many units this thread is inside of."""
+        """Return inside how many units this thread is."""
         return len(self._stack) if self._holder == threading.get_ident() else 0
 
     def _unwind(self, depth: int) -> None:
-        """Finish units, after an error or Ctrl-C, until this thread is inside of so many only."""
+        """Finish units, after an error or Ctrl-C, until this thread is inside only so many."""
         if self._holder == threading.get_ident():
             try:
                 while len(self._stack) > depth:
@@ -560,7 +560,7 @@ class WeightStream:
     def _take_away(self, unit: Unit) -> None:
         for weight in self._bound.get(unit.number, ()):
             self._unbind(weight)
-        self._bound.pop(unit.number, None)  # now: whatever interrupts this, no bound weight is forgotten
+        self._bound.pop(unit.number, None)  # only now, so that an interruption leaves no bound weight forgotten
         self._prefetch.give_back(unit)
 
     def _unbind(self, weight: Weight) -> None:
@@ -764,7 +764,7 @@ def _hooks_of(owner: WeightStream, unit: Unit) -> list[torch.utils.hooks.Removab
             raise
 
     unit.module.__dict__["_call_impl"] = call  # others wrap `forward`, and look at its signature
-    # Before a forward ours is the first, so other hooks see the weights. Behind it, those that come later do not.
+    # Our pre-hook comes first, so other pre-hooks see the weights. Hooks that run after our forward hook do not.
     return [
         unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(leave),

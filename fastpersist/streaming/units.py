@@ -1,7 +1,8 @@
 """Units: the parts of a model whose weights are read and bound together, and the blocks of files that they consist of.
 
-A module is a unit if all weights below it are small enough together; else its children are looked at. Weights of its
-own then make a unit that stays in memory, since its forward spans those of the children. `matching` finds the weights.
+A module is a unit if all weights below it are small enough together; otherwise its children are examined. Its own
+weights then make a unit that stays in memory, because its forward spans those of the children. `matching` finds the
+weights.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BLOCK_BYTES_MAX = 16 << 20  # of several weights: a block lies in the ring in o
 
 
 class WeightOwner(Protocol):
-    """What unbound weights need of their stream."""
+    """The part of their stream that unbound weights need."""
 
     def read_on_demand(self, weight: Weight) -> torch.Tensor:
         """Read a weight; return it, or a tensor that has its values."""
@@ -68,7 +69,7 @@ class Weight:
         dtype: As the model has it; the file's may be another.
         pieces: Where its bytes lie, end to end; mostly one.
         owner: The stream.
-        version: That of the tensor when it was bound; any change in place makes it another.
+        version: The version of the tensor when it was bound; an in-place change makes a different one.
     """
 
     name: str
@@ -255,10 +256,10 @@ def has_forward(module: torch.nn.Module) -> bool:
 
 
 def _looked_at_by(module: torch.nn.Module) -> Iterable[torch.nn.Module]:
-    """Return the modules whose weights the forward of a module looks at.
+    """Return the modules whose weights the forward of a module examines.
 
-    Those of torch's transformers have fast paths that do not call their children, and take slow ones, with other bits,
-    where a weight is no plain parameter. An encoder decides by its first layer.
+    torch's transformer modules have fast paths that do not call their children; if a weight is no plain parameter, they
+    take slow paths, which give other bits. An encoder decides by its first layer.
     """
     if isinstance(module, torch.nn.MultiheadAttention | torch.nn.TransformerEncoderLayer):
         return module.modules()

@@ -1,4 +1,4 @@
-"""The Python face of csrc: writer and reader, engine selection, devices, the arena, tensor files.
+"""The Python interface to csrc: writer and reader, engine selection, devices, the arena, tensor files.
 
 Where to look:
 

@@ -1,4 +1,4 @@
-"""How much host memory captured bytes may take, and the native arena that holds them."""
+"""The arena: limits the host memory for captured bytes, and owns the native arena that holds them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Arena:
         return self._native
 
     def let_go(self) -> None:
-        """Leave the memory to other arenas as soon as no save holds any of it; called when no save comes soon."""
+        """Give the memory to other arenas as soon as no save uses it; called if no save is expected soon."""
         self._native = None
 
 

@@ -1,6 +1,6 @@
-"""Read extents on a thread of their own, while the caller's thread builds the objects that will hold them.
+"""Reads extents on a separate thread, while the caller's thread builds the objects that will hold them.
 
-The reading thread needs the interpreter at its beginning and end only: the native side moves the bytes.
+The reading thread needs the GIL only at its beginning and end: the native side moves the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["BackgroundRead"]
 
 
 class _Abandoned(Exception):
-    """Ends a read whose result nobody wants any more."""
+    """Ends a read whose result is not needed any more."""
 
 
 class BackgroundRead:
@@ -58,10 +58,10 @@ class BackgroundRead:
         return self._result
 
     def __enter__(self) -> BackgroundRead:
-        # Not by threading.Thread: if an interrupt came while that starts, nobody could tell whether it has.
+        # Not threading.Thread: after an interrupt during its start, nothing would tell whether it has started.
         try:
             _thread.start_new_thread(self._context.run, (self._run,))
-            self._begun.wait()  # it shall get the interpreter first: the disk waits for it
+            self._begun.wait()  # let it get the GIL first: the disk waits for it
         except RuntimeError:  # the system gives no thread
             self._run()
         except BaseException as error:  # an interrupt, behind the start

@@ -1,9 +1,9 @@
-"""Where storages lie, and CUDA devices for the native side: whose memory it copies itself, and in which order.
+"""Tells on which device storages lie, and orders the native side's copies after and before torch's CUDA streams.
 
 The native side talks to the driver, not to torch: it gets ordinals, addresses and stream handles. Its copies run on
 streams of its own. They come after the work that torch's current stream has at a save or load, and before the work that
-the current stream gets after a gate; so no thread waits for the device. Torch copies from and to other devices (ROCm,
-XPU, MPS): `writer` and `reader` have it do so in ring-sized pieces.
+the current stream gets after a gate; so no thread waits for the device. Torch itself copies from and to other devices
+(ROCm, XPU, MPS), in ring-sized pieces for `writer` and `reader`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _told: set[str] = set()  # warnings that were logged, each once
 def why_not_native() -> str:
     """Return why CUDA tensors are copied by torch and not by the native side, in one sentence; "" when they are not.
 
-    It makes the driver ready, so ask it only where there are CUDA tensors.
+    This initialises the driver, so call it only if there are CUDA tensors.
     """
     if torch.version.hip is not None:
         return "this torch is built for ROCm"

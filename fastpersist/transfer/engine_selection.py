@@ -1,11 +1,11 @@
-"""Which engine moves a file's bytes, and why not the others: probes, the ladder of "auto", and a transfer's options.
+"""Chooses the engine that moves a file's bytes: probes, the ladder of "auto", and a transfer's options.
 
 This module transfers only the blocks of a probe. The native side, which `writer` and `reader` feed, moves the bytes
 of files, and steps down the ladder in the middle of a file. `gpudirect` finds out whether "cufile" can be used.
 `config` reads the environment and the tuning files.
 
-"auto" never takes "cufile" (GPUDirect Storage): it becomes part of the ladder with a measurement on a machine where it
-is at least 5 % faster than the ring in host memory; until then it is for those who name it.
+"auto" never takes "cufile" (GPUDirect Storage). It becomes part of the ladder when a measurement on some machine shows
+it at least 5 % faster than the ring in host memory; until then, users have to name it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ AUTO_LADDER = ("uring", "libaio", "threads", "threads-buffered")
 """What engine="auto" tries, best first."""
 
 Placed: TypeAlias = Iterable[tuple[int | None, int]]
-"""What a transfer moves, thing by thing: the ordinal of its CUDA device (None: elsewhere), and how many bytes."""
+"""The items that a transfer moves: for each, the ordinal of its CUDA device (None: elsewhere), and its bytes."""
 
 # Where direct I/O is refused, pointless or not known to be faster than the page cache.
 _BUFFERED_FILESYSTEMS = {"tmpfs", "ramfs", "nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "fuse", "9p"}
 
 # Those of them on which direct writes are 1.8 to 5 times as fast: the page cache sends a file's requests one by one.
-# What other hosts write to the same file meanwhile is only safe as it was tried, so this is for files with one writer.
+# With other hosts writing to the same file, only the page cache was tested, so this is for files with one writer.
 _DIRECT_FOR_ONE_WRITER = {"fuse"}
 
 
@@ -111,7 +111,7 @@ def _probe(fd: int, path: str, name: str) -> EngineProbe:
 
 
 def require_engine(engine: str) -> str:
-    """Return what an `engine=` argument means: "auto", or the name of an engine that there is.
+    """Return the meaning of an `engine=` argument: "auto", or the name of an existing engine.
 
     Raises:
         ConfigError: There is none of that name; or FASTPERSIST_CONFIG names a tuning file that cannot be used.
@@ -132,7 +132,7 @@ def require_engine(engine: str) -> str:
 
 
 def is_cufile(engine: str) -> bool:
-    """Tell whether this is the engine for memory of devices, or the fault engine around it."""
+    """Tell whether this is the engine for device memory, or the fault engine around it."""
     return engine.removeprefix("fault:") == "cufile"
 
 

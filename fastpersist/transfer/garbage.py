@@ -1,7 +1,7 @@
 """Pause Python's garbage collector while a state of many tensors is saved or loaded.
 
-It runs whenever some hundred more objects were made than dropped, and walks through those of the process. While tens of
-thousands are made, none of which is garbage, that takes longer than making them.
+The collector runs whenever some hundred more objects were made than freed, and walks through the objects of the
+process. While tens of thousands of objects are made, none of which is garbage, this takes longer than making them.
 """
 
 from __future__ import annotations

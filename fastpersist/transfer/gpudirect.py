@@ -1,9 +1,9 @@
-"""GPUDirect Storage for the engine "cufile": where libcufile is, whether it can be used, and which way bytes take.
+"""GPUDirect Storage for the engine "cufile": finds libcufile, and tells whether it works and by which data path.
 
-pip puts libcufile among Python packages, where the loader does not look; the native side is told the place. What the
-library says of itself is no proof: where the disk cannot write into the device, it goes through host memory without a
-word (compatibility mode). So nothing here calls GPUDirect real but the library's own statistics after real transfers.
-Choosing engines is `engine_selection`'s, and `writer` and `reader` do the transfers.
+pip puts libcufile among Python packages, where the loader does not look; the native side is told the place. Success of
+the library proves nothing: if the disk cannot write into the device, it silently goes through host memory
+(compatibility mode). So only the library's own statistics after real transfers count as proof of GPUDirect.
+`engine_selection` chooses engines, and `writer` and `reader` do the transfers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whole pages → any place of a file that is being made: what a writer uses that lives long and keeps its own buffers.
+"""Writes whole pages to any place of a new file, for long-lived writers with their own buffers.
 
 `writer` takes the ring, which all transfers of the process share, and must give it back soon. `TensorFile` is for files
-that others may write too, so it locks them, which the record lock of a pending file would hinder. This does neither.
+that others may also write, so it locks them, which conflicts with the record lock of a pending file. This module does
+neither.
 """
 
 from __future__ import annotations

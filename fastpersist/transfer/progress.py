@@ -1,4 +1,4 @@
-"""How far a transfer is: what is called meanwhile, and a progress bar by tqdm, without the thread of tqdm."""
+"""The progress of a transfer: its callbacks, and a progress bar by tqdm, without tqdm's thread."""
 
 from __future__ import annotations
 

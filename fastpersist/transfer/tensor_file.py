@@ -1,4 +1,4 @@
-"""Tensors read from and written to any place of an open file: `TensorFile`.
+"""Reads and writes tensors at any place of an open file: `TensorFile`.
 
 This is for programs that keep tensors on a disk themselves: weights that are streamed, rows that are gathered, swap
 space. It has no format and no commit protocol, only bytes at offsets; `save` and `Checkpointer` write checkpoints.

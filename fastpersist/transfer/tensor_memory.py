@@ -1,4 +1,4 @@
-"""The memory of tensors, for those who move bytes: tensors, storages and addresses seen as bytes, and locked tensors.
+"""The memory of tensors: views of tensors, storages and addresses as bytes, and locked tensors.
 
 Moves nothing itself: `writer`, `reader` and `tensor_file` do. csrc/core/memory locks the pages.
 """
@@ -92,8 +92,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
     The view keeps the memory alive, whatever becomes of the tensor. It takes no part in autograd: it may be written to
     where the tensor itself is a parameter, or needed by backward. Each in-place write to it by torch counts as one of
-    the tensor too (`_version`), so backward notices; inference and quantized tensors do not hear of it, and what writes
-    by address, such as numpy, is counted nowhere.
+    the tensor too (`_version`), so backward notices; inference and quantized tensors do not count it, and writes by
+    address, such as numpy's, are counted nowhere.
 
     Args:
         tensor: Contiguous, of any dtype, shape and device, also a parameter, an inference tensor, or a part of a larger
@@ -274,7 +274,7 @@ def _unregister(memory: _native.LockedMemory) -> None:
 
 
 def _forget_cuda_error() -> None:
-    """Take back the error that a refused call has left for whoever asks next: the next kernel of the training."""
+    """Clear the error that a refused call has left; otherwise the next kernel of the training would report it."""
     loaded = ctypes.CDLL(None)
     for name in ("cudaGetLastError", "hipGetLastError"):
         if hasattr(loaded, name):

@@ -1,4 +1,4 @@
-"""A request of a `TensorFile`: the checks of what its caller gives, and what its caller waits for.
+"""Requests of a `TensorFile`: checks the caller's tensors and offsets, and has the object that the caller waits for.
 
 `looked_at` turns tensors and offsets into addresses, fast enough for ten thousand rows in one call. `tensor_memory`
 decides whether the bytes of a tensor can be reached at all. A `PendingIO` is a request under way: the native side keeps
@@ -230,7 +230,7 @@ class PendingIO:
         return failure_of(self._request, self._path)
 
     def _settle(self) -> None:
-        """Make the last step of a request whose bytes are there, once, and let the tensors go."""
+        """Make the last step of a request whose bytes have arrived, once, and release the tensors."""
         with self._lock:
             # Nothing of a failed read is copied on: its buffer holds anything. If the step fails here, the next caller
             # of a method repeats it.

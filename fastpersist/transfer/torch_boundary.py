@@ -1,10 +1,10 @@
-"""What we take from torch: its own save and load, what its loads allow, and a way around its compiler.
+"""The interface to torch: its own save and load, the globals that its loads allow, and a way around its compiler.
 
 `stock_save` and `stock_load` are torch's functions as they were at our import. `fastpersist.install` replaces those of
 torch by ours, so what we leave to torch must go to the stock ones.
 
-`plain_load` is `stock_load` with Python's own unpickler, which is written in C, as torch's restricted one is not. It
-resolves the few names of `_PLAIN_GLOBALS`, and so runs no more of a file's code than the restricted one does.
+`plain_load` is `stock_load` with Python's own unpickler, which is written in C, unlike torch's restricted one. It
+resolves only the few names of `_PLAIN_GLOBALS`, so it runs no more of a file's code than the restricted one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NEWEST_KNOWN = (2, 15)  # a later torch may mean something else by the same nam
 
 @functools.cache
 def torch_functions() -> _native.TorchFunctions | None:
-    """Return torch's C++ functions by which native code asks tensors what they are; None if this torch has others."""
+    """Return torch's C++ functions by which native code reads tensors; None if this torch has different ones."""
     release = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if release is None or tuple(map(int, release.groups())) > _NEWEST_KNOWN:
         return None
@@ -66,7 +66,7 @@ def torch_functions() -> _native.TorchFunctions | None:
 
 
 def sample_tensors() -> list[torch.Tensor]:
-    """Return tensors that differ in all that native code asks of them."""
+    """Return tensors that differ in all properties that native code reads."""
     numbers = torch.zeros(4, 6, device="cpu", dtype=torch.float32)
     changed = torch.zeros(5, device="cpu", dtype=torch.int64).add_(1).add_(1)
     hooked = torch.zeros(2, device="cpu", dtype=torch.float32)
@@ -127,7 +127,7 @@ def _rebuild_tensor(
     return tensor
 
 
-# What the states of most models name, beside the storages of each dtype. None of it runs code of the file.
+# The globals of most models' states, beside the storages of each dtype. None of them runs code from the file.
 _PLAIN_GLOBALS: Final[dict[tuple[str, str], object]] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,

@@ -1,4 +1,4 @@
-"""Write to an open file through the native side: bytes, storages of any device, captured bytes, and their CRCs.
+"""Writes to an open file through the native side: bytes, storages of any device, captured bytes, and their CRCs.
 
 Tensor memory crosses into the native module as address and length; `Pieces` keeps the tensors alive for as long as the
 native side may look. It copies from CUDA devices itself (`cuda`). Torch copies from other devices, in ring-sized
