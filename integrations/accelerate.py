@@ -7,9 +7,9 @@
 
 Accelerate decides what a checkpoint holds: we call its save_state with a hidden directory, and redirect the files into
 a `DirectorySave` (`redirection`). The files are Accelerate's, plus a MANIFEST.json, so stock load_state reads them, and
-this one reads stock checkpoints. What FastPersist adds: training goes on during the write, a directory becomes visible
-only when it is complete, and old checkpoints are removed only after that. With FSDP each process writes its shards, and
-reads those that it needs (`sharded_redirection`).
+this one reads stock checkpoints. FastPersist adds: training goes on during the write, a directory becomes visible only
+when it is complete, and old checkpoints are removed only after that. With FSDP, each process writes its shards, and
+reads the shards that it needs (`sharded_redirection`).
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _refuse_unshared(accelerator: Accelerator, pending_path: str) -> None:
 def _saving(accelerator: Accelerator, files: _Files | None, pending_path: str) -> Iterator[None]:
     """Redirect Accelerate's saves in the block into `files`.
 
-    On other processes, files are written durably to their own paths, but for those that the main process writes, too.
+    On other processes, files are written durably to their own paths, except files that the main process also writes.
     """
     optimizers = None if _moves_parameters(accelerator) else list(accelerator._optimizers)
     with ExitStack() as stack:
@@ -340,7 +340,7 @@ def _is_of_main_process(pending_path: str, path: str) -> bool:
 
 @contextmanager
 def _hooks_writing_at_once(accelerator: Accelerator, redirection: Redirection) -> Iterator[None]:
-    """Write what users' hooks save before the call that saves it returns: they may go on to use their files."""
+    """Write files of users' hooks before the saving call returns, because the hooks may then use these files."""
 
     def set_at_once(at_once: bool) -> None:
         redirection.at_once = at_once
@@ -417,7 +417,7 @@ def _error_of(failure: PeerFailure) -> FastPersistError:
 
 
 def _refuse_strategy(accelerator: Accelerator) -> None:
-    """Raise for a strategy that saves by itself, without torch.save; and for what is no Accelerator."""
+    """Raise for a strategy that saves by itself, without torch.save; and for an object that is no Accelerator."""
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(
             "save_state and load_state take the Accelerator first, then the directory, such as "

@@ -1,11 +1,11 @@
-"""Megatron-Core's distributed checkpoints: a strategy that writes what its "torch_dist" format holds.
+"""Megatron-Core's distributed checkpoints: a save strategy for its format "torch_dist".
 
     from fastpersist.integrations.megatron import FastPersistSaveStrategy
 
     dist_checkpointing.save(sharded_state_dict, directory, FastPersistSaveStrategy())
 
-"torch_dist" is DCP's format beside Megatron's own common.pt and metadata.json, so Megatron's own strategy loads it.
-This module takes Megatron's translation of a sharded state dict, and gives it to `FastPersistWriter`.
+"torch_dist" is DCP's format, with Megatron's own common.pt and metadata.json beside it, so Megatron's own strategy
+loads it. This module lets Megatron translate a sharded state dict, and passes the result to `FastPersistWriter`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["FastPersistSaveStrategy"]
 class FastPersistSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
     """Writes the sharded part of a Megatron checkpoint, in its format "torch_dist", version 1.
 
-    Megatron writes common.pt before, and metadata.json behind it, which marks the checkpoint as complete.
+    Megatron writes common.pt before it, and metadata.json after it, which marks the checkpoint as complete.
 
     Args:
         engine: "auto", or an engine's name, which then never falls back.

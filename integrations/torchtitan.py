@@ -1,4 +1,4 @@
-"""TorchTitan's checkpoints, saved beside training: a checkpoint manager that a run's configuration names.
+"""TorchTitan's checkpoints, saved while training goes on: a checkpoint manager that a run's configuration names.
 
     from fastpersist.integrations.torchtitan import FastPersistCheckpointManager
 
@@ -49,8 +49,8 @@ _log = logging.getLogger("fastpersist")
 class FastPersistCheckpointManager(CheckpointManager):  # type: ignore[misc]
     """TorchTitan's checkpoint manager with FastPersist's files; a run's configuration builds it.
 
-    A save returns when what the optimizers do not own has been copied. Their next step copies what has not been written
-    by then. A directory step-N appears when it is whole and durable on all ranks.
+    A save returns when all state that the optimizers do not own has been copied. The optimizers' next step copies the
+    bytes that are not written by then. A directory step-N appears when it is whole and durable on all ranks.
 
     Args:
         config: As in TorchTitan's, and `engine`.
@@ -58,7 +58,7 @@ class FastPersistCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     Raises:
         ConfigError: Unknown engine.
-        FastPersistError: By the save after one that failed, or `close`: why it failed.
+        FastPersistError: A save failed; raised by the next save, or by `close`.
 
     Thread safety: the training thread alone uses it.
     """

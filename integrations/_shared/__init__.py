@@ -1,1 +1,1 @@
-"""What several integrations use: no names for users."""
+"""Code that several integrations share; it has no names for users."""

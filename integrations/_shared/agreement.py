@@ -39,7 +39,7 @@ def is_first_rank() -> bool:
 
 
 def is_of_the_disk(error: BaseException) -> bool:
-    """Tell an error that may be gone at the next save from a mistake of the program, which would be made again."""
+    """Tell whether an error may be gone at the next save; a mistake of the program would occur again."""
     return isinstance(error, FastPersistError | OSError) and not isinstance(error, ConfigError | UnsupportedError)
 
 

@@ -59,8 +59,8 @@ class Redirection:
     """Takes the saves of one block of `saves_into`.
 
     Attributes:
-        at_once: Write files whole before the call that saves them returns, for code that uses its files: it may read,
-            rename or replace them. Else they are written beside training, and there when all is published.
+        at_once: Write each file completely before the saving call returns, for code that then reads, renames or
+            replaces it. Otherwise files are written while training goes on, and exist once everything is published.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The costs of saves as a trainer logs them, on the training thread and in its own time."""
+"""Collects the costs of finished saves, which a trainer logs on the training thread when it is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("fastpersist")
 
 
 class SaveFigures:
-    """Saves that have begun, and whose costs are not logged yet. Only the training thread uses it.
+    """Saves that have begun, and whose costs are not yet logged. Only the training thread uses it.
 
     Args:
         prefix: Of the names.
@@ -28,7 +28,7 @@ class SaveFigures:
         self._unlogged.append(pending)
 
     def take(self) -> dict[str, float]:
-        """Return what the saves that are over by now have cost; nothing without such. This does not wait.
+        """Return the costs of the saves that have finished by now; nothing if there are none. This does not wait.
 
         Returns:
             stall_s: seconds that training lost to all of them; write_s and bytes_per_s: of the last one.
@@ -46,7 +46,7 @@ class SaveFigures:
         }
 
     def log_by(self, log: Callable[[Mapping[str, float]], object]) -> None:
-        """Log what the saves that are over have cost; an error of the logger is a line of the log, and no more."""
+        """Log the costs of finished saves; an error of the trainer's logger is only written to our log."""
         if found := self.take():
             try:
                 log(found)

@@ -305,7 +305,7 @@ def _told(load: Callable[[], Result], directory: object) -> Result:
 
 
 def why_not_whole(directory: str | os.PathLike[str]) -> str | None:
-    """Return what a DCP directory, ours or stock, lacks; None if it is whole.
+    """Return what is missing in a DCP directory, ours or stock; None if it is complete.
 
     This reads the metadata and compares the lengths of the parts with them, but does not read contents.
     """

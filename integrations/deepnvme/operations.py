@@ -184,7 +184,7 @@ class Operations:
 
     def run(self, write: bool, buffer: torch.Tensor, path: str, offset_bytes: int, *, validate: bool) -> int:
         """Read or write now; return 1, the operations done."""
-        byte_view(buffer)  # raises for what cannot be moved, before a file is made
+        byte_view(buffer)  # raises for a tensor that cannot be moved, before a file is made
         opened = self._files.take(path, write=write)
         try:
             if write:
@@ -200,7 +200,7 @@ class Operations:
     def start(self, write: bool, buffer: torch.Tensor, path: str, offset_bytes: int, *, validate: bool) -> int:
         """Begin to read or write; return 0."""
         self._make_room()
-        byte_view(buffer)  # raises for what cannot be moved, before a file is made
+        byte_view(buffer)  # raises for a tensor that cannot be moved, before a file is made
         opened = self._files.take(path, write=write)
         try:
             if write:

@@ -73,8 +73,8 @@ class FastPersistCheckpointEngine(CheckpointEngine):  # type: ignore[misc] # no 
     def taking(self, directory: str, take: _Taker) -> Iterator[None]:
         """Pass saves below a directory to `take`, in the block, and do not make the directory.
 
-        `take` gets the object, its name there, and the tensors in it that no other code holds. An exception of `take`
-        does not leave `save`, because the other ranks would wait for this one: `failure` keeps it.
+        `take` gets the object, its name there, and the tensors in it that no other code holds. `save` does not raise an
+        exception of `take`, because the other ranks would wait for this one; `failure` keeps it.
         """
         self._directory, self._take, self.failure, self._commits = directory, take, None, False
         try:

@@ -2,9 +2,9 @@
 
 Most of DeepSpeed's optimizers are no torch.optim.Optimizer: they keep fp32 masters, or this rank's part of them, let an
 inner optimizer step these, and copy the result into the model's parameters. `EngineTensors` finds parameters, masters
-and states, and owns them as optimizers of its own. These step, which passes the gate, whenever DeepSpeed is about to:
-on the call that DeepSpeed makes to the checkpoint engine, and on a hook of the inner optimizer. A tensor in doubt is
-not owned, so that a save copies it before it returns, which is always correct.
+and states, and makes proxy optimizers that own them. Whenever DeepSpeed is about to step, the proxies step first, which
+passes the gate: at DeepSpeed's call of the checkpoint engine, and in a hook of the inner optimizer. A tensor in doubt
+is not owned, so a save copies it before it returns, which is always correct.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASTERS = {
     "FP16_Optimizer": ("fp32_groups_flat", False),
     "FP16_UnfusedOptimizer": ("fp32_groups", False),
 }
-# Inner optimizers whose states differ between ranks: they keep the errors of compression.
+# Inner optimizers whose states differ between ranks, because they store compression errors.
 _UNEQUAL_MODULE = "deepspeed.runtime.fp16.onebit"
 
 

@@ -232,11 +232,11 @@ class Attachment:
         return control
 
     def _log(self, logs: dict[str, float], *others: Any, **options: Any) -> Any:
-        """Replace Trainer.log: add what the saves that are over by now have cost."""
+        """Replace Trainer.log: add the costs of the saves that have finished by now."""
         return self._stock("log")({**logs, **self.saves.figures.take()}, *others, **options)
 
     def log_rest(self) -> None:
-        """Log what the last saves have cost, behind the Trainer's last line."""
+        """Log the costs of the last saves, after the Trainer's last line."""
         self.saves.figures.log_by(lambda found: self._stock("log")(dict(found)))
 
     def _train(self, resume_from_checkpoint: Any = None, *others: Any, **options: Any) -> Any:
@@ -447,10 +447,11 @@ def _why_not_whole(path: str) -> str | None:
 
 
 def _is_saved_over(path: str, names: set[str]) -> bool:
-    """Tell whether a stock Trainer has saved over a checkpoint of ours, and has come to its end.
+    """Tell whether a stock Trainer has completely saved over a checkpoint of ours.
 
-    Then the files that differ from the manifest are newer than it, and one of them is trainer_state.json, the newest,
-    which a Trainer writes last. A copy in the order of names has such times, too, and the same trainer_state.json.
+    In this case the files that differ from the manifest are newer than the manifest, and the newest is
+    trainer_state.json, which a Trainer writes last. A copy in the order of names also has such times, but its
+    trainer_state.json is unchanged.
     """
     if names & {"", _MANIFEST_NAME} or TRAINER_STATE_NAME not in names:
         return False

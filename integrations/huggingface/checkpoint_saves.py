@@ -329,7 +329,7 @@ class CheckpointSaves:
 
 
 class _View(NamedTuple):
-    """What one rank tells the others before a save.
+    """The message of one rank to the others before a save.
 
     Attributes:
         can_take_part: Whether the rank can assemble weights and optimizer as the coordinator does.
@@ -363,7 +363,7 @@ _CALLED = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save
 def _call(trainer: Any, name: str, path: str, redirection: Redirection | None, **options: bool) -> None:
     """Call a saving function of the Trainer.
 
-    What an overridden function saves, and what was saved before it, is written at once: it may go on to use that.
+    Files saved by an overridden function, and files saved before it, are written at once, because it may then use them.
     """
     if redirection is not None:
         still_called = _CALLED[_CALLED.index(name) :]

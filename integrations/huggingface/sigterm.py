@@ -1,9 +1,9 @@
-"""Lets all ranks of a Trainer with enable_jit_checkpoint save the same step, and end after it.
+"""Makes all ranks of a Trainer with enable_jit_checkpoint save the same step, and end after it.
 
-A signal reaches each rank at another moment, or only one of them. The Trainer then saves and stops each rank where that
-rank happens to be, but our save needs all ranks at once. So a rank that is to save tells the others at the end of its
-step, and the Trainer's own callback acts on all of them there. This takes one small collective a step, on the host if
-the process group has a backend for it; else each step waits for the device.
+A signal reaches the ranks at different moments, or only one of them. The Trainer would save and stop each rank where
+that rank happens to be, but our save needs all ranks together. So at the end of each step, a rank that should save
+notifies the others, and the Trainer's own callback then acts on all ranks. This takes one small collective a step, on
+the host if the process group has a backend for it; otherwise each step waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AgreedSigterm:
         self.manager: Any = next((one for one in managers if hasattr(one, "_enable_checkpoint")), None)
 
     def begin(self) -> None:
-        """Forget what was asked of a training that has ended."""
+        """Forget the request of a training that has ended."""
         self._is_asked = False
 
     def ask(self) -> None:

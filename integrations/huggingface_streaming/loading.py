@@ -1,7 +1,7 @@
 """`from_pretrained` as transformers has it, for a model whose weights stay on disk.
 
-transformers' own parts do what is its: classes and configuration, the dtype, names, ties, buffers that are computed.
-The model is built on the meta device, as transformers builds it; `fastpersist.stream` takes the place of its loading.
+transformers' own code handles classes and configuration, the dtype, names, ties, and computed buffers. The model is
+built on the meta device, as transformers builds it; `fastpersist.stream` replaces the loading of weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _log = logging.getLogger("fastpersist")
 
 _WEIGHTS_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
-_UNWRITTEN = 0xA5  # bytes of a buffer before it is computed: NaN in no dtype, and no value that one would choose
+_UNWRITTEN = 0xA5  # bytes of a buffer before it is computed: NaN in no dtype, and no likely value
 _SHOWN_COUNT = 10
 
 
@@ -53,7 +53,7 @@ class _Checkpoint:
     Attributes:
         directory: As it was given.
         source: What `fastpersist.stream` reads.
-        tensors: The tensors by name; None where a file is damaged or missing, which the stream tells.
+        tensors: The tensors by name; None if a file is damaged or missing, which the stream reports.
     """
 
     directory: str
@@ -77,7 +77,7 @@ def from_pretrained(
 ) -> Any:
     """Return a model of transformers whose weights stay in the safetensors files of a directory.
 
-    It computes what the model from transformers' own `from_pretrained` computes, bit by bit, and is used in the same
+    It computes what the model from transformers' own `from_pretrained` computes, bit for bit, and is used in the same
     way: `generate`, `pipeline`, adapters of peft. This waits for config.json and the headers; of the weights, the first
     ones are on their way when it returns. Nothing is ever written to the directory. The model is in eval mode, and no
     parameter requires a gradient. `generate` does not compile it: weights come and go between its modules.
@@ -221,7 +221,7 @@ def _configuration(
     else:
         auto_class = auto_class.config_class
     config, unused = auto_class.from_pretrained(folder, return_unused_kwargs=True, **overrides)
-    config.name_or_path = folder  # from which adapters know their base; not every class sets it
+    config.name_or_path = folder  # tells adapters their base model; not every class sets it
     return config, unused
 
 
@@ -242,7 +242,7 @@ def _dtype_of(dtype: torch.dtype | str | None, config: Any, checkpoint: _Checkpo
 
 
 def _headers(folder: str, weights_name: str | None) -> _Checkpoint:
-    """Read the headers of the files that transformers would load. What is wrong with a shard, the stream tells."""
+    """Read the headers of the files that transformers would load. The stream reports damaged or missing shards."""
     names = (_WEIGHTS_NAME, _INDEX_NAME) if weights_name is None else (weights_name,)
     path = next((each for each in (os.path.join(folder, name) for name in names) if os.path.exists(each)), None)
     if path is None:
@@ -272,7 +272,7 @@ def _headers(folder: str, weights_name: str | None) -> _Checkpoint:
 
 
 def _build(auto_class: Any, config: Any, trust_remote_code: bool, arguments: Mapping[str, Any]) -> Any:
-    """Build a model without weights, its ties not yet made: which name the checkpoint has, is not known yet."""
+    """Build a model without weights and without ties: it is not known yet which tied name the checkpoint has."""
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
         stack.enter_context(weight_initialization.no_tie_weights())
@@ -304,7 +304,7 @@ def _tie(model: Any, mapped: WeightNames) -> list[str]:
 
 
 def _compute_buffers(model: Any, missing: list[str], device: torch.device, checkpoint: _Checkpoint) -> None:
-    """Compute what no file has: buffers that are not saved, and those that the checkpoint lacks, as transformers does.
+    """Compute buffers that no file has, as transformers does: buffers not saved, or missing in the checkpoint.
 
     Raises:
         ConfigError: The checkpoint lacks a parameter, or the model's class does not compute a buffer.

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make which weight of a model, by transformers' own rules; from names and shapes alone.
+"""Matches tensors of a checkpoint with weights of a model, by transformers' own rules; from names and shapes alone.
 
-transformers renames tensors while it loads them, and puts some together (the experts of a layer become one tensor). A
-weight that stays in its file cannot be computed, so what counts here is whether the result has the bytes of the
-sources, end to end. `loading` builds the model; `fastpersist.stream` reads the bytes.
+transformers renames tensors while it loads them, and stacks or concatenates some (the experts of a layer become one
+tensor). A weight that stays in its file cannot be computed, so this checks whether the result has exactly the bytes of
+the sources, end to end. `loading` builds the model; `fastpersist.stream` reads the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class WeightNames:
-    """How the tensors of a checkpoint and those of a model belong together.
+    """The mapping between the tensors of a checkpoint and those of a model.
 
     Attributes:
         names: Names in the model → names in the checkpoint whose bytes, end to end, are that tensor.
@@ -52,7 +52,7 @@ class _Conversion:
 
 
 def weight_names(model: PreTrainedModel, found: Mapping[str, TensorEntry | None]) -> WeightNames:
-    """Return which tensors of a checkpoint make which tensor of a model.
+    """Return for each tensor of a model the tensors of a checkpoint that make it.
 
     Args:
         model: Of the class and configuration that the checkpoint is for, on any device, its weights not tied: a tied
@@ -96,7 +96,7 @@ def weight_names(model: PreTrainedModel, found: Mapping[str, TensorEntry | None]
 def _end_to_end(
     target: str, conversion: _Conversion, found: Mapping[str, TensorEntry | None], shape: _Shape
 ) -> tuple[str, ...]:
-    """Return the tensors whose bytes, end to end, are what a converter makes.
+    """Return the tensors whose bytes, end to end, equal the result of a converter.
 
     An example: `MergeModulelist(dim=0), Concatenate(dim=1)` stacks the gates of all experts, each [I, H], and their
     ups, and concatenates the two of each expert: [E, 2 I, H], which is gate 0, up 0, gate 1, up 1, … .
@@ -109,7 +109,7 @@ def _end_to_end(
     if len(conversion.converter.target_patterns) > 1:
         raise _not_end_to_end(target, conversion)
     if kinds == [Transpose] and operations[0].check_dims and shapes in ([shape], [None]):
-        return tuple(groups[0])  # it turns only what does not have the shape yet
+        return tuple(groups[0])  # it transposes only tensors that do not have the shape yet
 
     if kinds == [Concatenate] and dims == [0]:
         ordered = [name for group in groups for name in group]

@@ -1,4 +1,4 @@
-"""DDP checkpoints that all ranks write: how the ranks agree on the training thread at each save.
+"""Lets all ranks of DDP write a checkpoint: the ranks agree on the training thread at each save.
 
 Lightning assembles a checkpoint on every rank, and rank 0's plugin saves it. `SharedSaving` replaces the strategy's
 function for that. The coordinator (rank 0) acts as before; if it writes a new file, each follower writes a part. This

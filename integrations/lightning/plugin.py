@@ -334,12 +334,13 @@ class FastPersistCheckpointIO(CheckpointIO):
 
     @contextlib.contextmanager
     def linking(self, *, is_first: bool) -> Iterator[None]:
-        """Make saves in the block links to one before in such a block, if both hold the same, and nobody saved between.
+        """Turn a save in the block into a link to an earlier one of such a block, if both are equal.
 
-        A change of weights through `.data` goes unnoticed, so only Lightning's own code may run between the two.
+        No other save may lie between the two. A change of weights through `.data` goes unnoticed, so only Lightning's
+        own code may run between them.
 
         Args:
-            is_first: Do not link to what was saved before the block.
+            is_first: Do not link to a save from before the block.
         """
         if is_first:
             self._last = None
@@ -527,7 +528,7 @@ class FastPersistCallback(Callback):
             self._plugin.wait_captured()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log what the saves that are over by now have cost."""
+        """Log the costs of the saves that have finished by now."""
         self._log_figures(trainer)
 
     def _log_figures(self, trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Dashboards that exist already: each module sends the events of saves and loads to one of them.
+"""Sends events of saves and loads to existing dashboards, one module for each.
 
     from fastpersist.integrations.monitoring import tensorboard
     stop = tensorboard.attach(writer)
@@ -10,8 +10,8 @@ Where to look:
     mlflow          metrics of a run
     prometheus      counters and gauges to be scraped, or a text file for the node exporter
     opentelemetry   a span for each save, with its phases, and for each load
-    figures         which numbers of an event they show, and under which names
+    figures         the numbers of an event that they show, and their names
 
-Each `attach` subscribes to `fastpersist.events` and returns a function that ends this. What it does runs on the thread
-that delivers events, never on the one that trains; an error of a dashboard is logged once, and reaches nobody.
+Each `attach` subscribes to `fastpersist.events` and returns a function that unsubscribes. Its callback runs on the
+thread that delivers events, never on the training thread; an error of a dashboard is logged once, and not raised.
 """

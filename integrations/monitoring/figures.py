@@ -1,4 +1,4 @@
-"""The numbers of an event that dashboards show, and the step under which they stand."""
+"""Selects the numbers of an event for dashboards, and the step for which they are shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_SAVES = ("stall_s", "capture_s", "write_s", "sync_s", "commit_s", "step_s", 
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Return numbers by name: of a save that is over, or of a load; nothing for all other events.
+    """Return numbers by name for a finished save or a load; nothing for all other events.
 
     A save that is committed gives stall_s, capture_s, write_s, sync_s, commit_s, bytes, bytes_per_s (while it wrote)
     and failed: 0; one that has failed gives failed: 1. A load gives load_s and load_bytes.
@@ -37,5 +37,5 @@ class Steps:
         self._count = itertools.count()
 
     def of(self, event: Event) -> int:
-        """Return the step under which an event stands."""
+        """Return the step for which an event is shown."""
         return next(self._count) if event.step is None else event.step

@@ -1,4 +1,4 @@
-"""MLflow: what saves and loads cost, as metrics of a run."""
+"""MLflow: the costs of saves and loads, as metrics of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attach(run_id: str, *, client: MlflowClient | None = None, prefix: str = "ch
     Returns:
         A function that ends this.
 
-    Thread safety: any thread; the client is called on another one, as it may be.
+    Thread safety: any thread; the client is called on another thread, which MLflow allows.
     """
     from mlflow import MlflowClient
     from mlflow.entities import Metric

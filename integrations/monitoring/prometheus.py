@@ -82,7 +82,7 @@ def write_to(path: str | os.PathLike[str], *, root: str = "") -> Callable[[], No
 
     registry = CollectorRegistry()
     name = os.fspath(path)
-    stop_counting = attach(registry, root=root)  # is called before what follows, with each event
+    stop_counting = attach(registry, root=root)  # runs first at each event, before the callback below
     stop_writing = subscribe(lambda event: write_to_textfile(name, registry) if _counts(event) else None)
 
     def stop() -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard: what saves and loads cost, as scalars of a SummaryWriter."""
+"""TensorBoard: the costs of saves and loads, as scalars of a SummaryWriter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attach(writer: SummaryWriter, *, prefix: str = "checkpoint/") -> Callable[[]
     Returns:
         A function that ends this; call it before you close the writer.
 
-    Thread safety: any thread; add_scalar is called on another one, as it may be.
+    Thread safety: any thread; add_scalar is called on another thread, which TensorBoard allows.
     """
     steps = Steps()
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: what saves and loads cost, as metrics of a run."""
+"""Weights & Biases: the costs of saves and loads, as metrics of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["attach"]
 def attach(run: Run, *, prefix: str = "checkpoint/") -> Callable[[], None]:
     """Log checkpoint/stall_s, checkpoint/write_s, checkpoint/bytes_per_s … with checkpoint/step as their x-axis.
 
-    The numbers join the row that your next `run.log` ends, so that the run's own step stays yours; of two saves between
-    two of your rows, the later one is in the row.
+    The numbers join the row that your next `run.log` completes, so the run's own step stays yours. If two saves fall
+    between two of your rows, the row has the later one.
 
     Args:
         run: As `wandb.init` returns it, online or offline; it is not finished here.
@@ -28,7 +28,7 @@ def attach(run: Run, *, prefix: str = "checkpoint/") -> Callable[[], None]:
     Returns:
         A function that ends this; call it before you finish the run.
 
-    Thread safety: any thread; `run.log` is called on another one, as it may be.
+    Thread safety: any thread; `run.log` is called on another thread, which wandb allows.
     """
     steps = Steps()
     run.define_metric(f"{prefix}step", hidden=True)

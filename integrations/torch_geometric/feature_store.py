@@ -1,7 +1,7 @@
-"""Attributes of nodes whose rows lie on disk, as a FeatureStore of PyTorch Geometric.
+"""A FeatureStore of PyTorch Geometric for node attributes whose rows lie on disk.
 
-PyG's loaders ask for all attributes of a batch at once. Their rows are then read together; if the nodes were known
-before, by `prefetch`, they have been read already. `loader` calls it some batches ahead.
+PyG's loaders request all attributes of a batch at once, and their rows are read together. If `prefetch` was called with
+the nodes before, the rows have been read already. `loader` calls it some batches ahead.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _Key: TypeAlias = "tuple[Any, str]"
 class NodeTicket:
     """Rows of nodes that were asked for ahead, by `RowFeatureStore.prefetch`.
 
-    Who drops it gives up the rows that were not taken, as `cancel` does.
+    Dropping it gives up the rows that were not taken, as `cancel` does.
 
     Thread safety: any thread.
     """
 
     def __init__(self, nodes: Sequence[torch.Tensor]) -> None:
-        # The store finds a ticket by its tensors' identities, so that these must not be used anew: kept here.
+        # The store finds a ticket by the identities of its tensors. They are kept here, so that no identity is reused.
         self._nodes = [(ids, _version(ids)) for ids in nodes]
         self._tickets: dict[tuple[_Key, int], RowTicket] = {}
 
     def done(self) -> bool:
-        """Tell whether all rows that nobody has taken are there, or have failed."""
+        """Tell whether all rows not yet taken have arrived, or have failed."""
         return all(ticket.done() for ticket in list(self._tickets.values()))
 
     def cancel(self) -> None:
@@ -120,14 +120,14 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
     def prefetch(self, nodes: torch.Tensor | Mapping[Any, torch.Tensor]) -> NodeTicket:
         """Ask for the rows of nodes that will be wanted later, of all attributes on disk.
 
-        Who gets an attribute with the very tensor that was given here, unchanged, gets these rows, once. All other
-        requests read for themselves.
+        A request for an attribute with the same, unchanged tensor gets these rows, once. All other requests read their
+        own rows.
 
         Args:
             nodes: Ids; in a graph of several types, those of each.
 
         Returns:
-            What keeps the request alive.
+            The ticket, which keeps the request alive.
 
         Raises:
             RowIndexError: An id is no row.
@@ -158,7 +158,7 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process; in another, whoever unpickles it has opened the stores."""
+        """Leave out what belongs to this process; in another process, unpickling opens the stores."""
         state = {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_ahead")}
         return state | {"_owned": list(self._rows.values())}
 
@@ -252,5 +252,5 @@ def _ids(index: Any, row_count: int) -> torch.Tensor:
 
 
 def _version(ids: torch.Tensor) -> int:
-    """Return what grows when a tensor is changed in place."""
+    """Return the version counter of a tensor, which grows when it is changed in place."""
     return 0 if ids.is_inference() else ids._version

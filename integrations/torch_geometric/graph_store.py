@@ -1,4 +1,4 @@
-"""Edges in compressed rows, as a GraphStore of PyTorch Geometric: what its own Data holds only with torch-sparse.
+"""A GraphStore of PyTorch Geometric for edges in the layout "csc", which its own Data holds only with torch-sparse.
 
 It holds references, so that a graph may be mapped from a file, as by `torch.load(path, mmap=True)`.
 """

@@ -147,7 +147,7 @@ def _joined(
         if failures:
             raise failures.pop()
     finally:  # the loop was left early, or a batch could not be joined
-        for _, ticket in reversed(asked):  # the other way round each would make room for the next one to be started
+        for _, ticket in reversed(asked):  # in forward order, each would make room for starting the next one
             ticket.cancel()
 
 
@@ -160,7 +160,7 @@ def _taken(asked: deque[tuple[Any, NodeTicket]], join: Callable[[Any], Any]) -> 
 def _until_failure(
     pairs: Iterator[tuple[Any, NodeTicket]], failures: list[Exception]
 ) -> Iterator[tuple[Any, NodeTicket]]:
-    """Yield pairs up to an error, which is put into `failures`: the batches before it are worked on first."""
+    """Yield pairs up to an error, which is put into `failures`: the batches before it are processed first."""
     try:
         yield from pairs
     except Exception as error:  # noqa: BLE001 - it is raised later

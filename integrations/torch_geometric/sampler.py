@@ -1,7 +1,8 @@
-"""Neighbours of nodes as PyTorch Geometric's loaders want them, sampled in torch alone.
+"""A neighbour sampler for PyTorch Geometric's loaders, in pure torch.
 
-PyG's own NeighborSampler needs pyg-lib or torch-sparse, which are not on the package index. Where one is installed,
-take that: it is faster. `sampling` draws; here hops go from type to type, and PyG's names are given.
+PyG's own NeighborSampler needs pyg-lib or torch-sparse, which are not on the package index. If one of them is
+installed, use PyG's sampler: it is faster. `sampling` draws the neighbours; this module handles hops between types, and
+PyG's names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samples the neighbours of nodes, hop by hop, from a graph in compressed rows (CSR).
 
-In torch alone, as the native samplers of PyTorch Geometric are not on the package index. It knows nothing of features
-or of loaders: who needs a `torch_geometric.sampler.SamplerOutput` makes one from the fields of `SampledNeighbors`.
+It uses only torch, because the native samplers of PyTorch Geometric are not on the package index. It does not know
+features or loaders: callers make a `torch_geometric.sampler.SamplerOutput` from the fields of `SampledNeighbors`.
 """
 
 from __future__ import annotations
