@@ -504,12 +504,9 @@ def is_being_written(path: str) -> bool:
         except OSError:
             return False
         try:
-            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in LOCK_HELD
+            return lock_by(lambda: fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB), path) is Lock.BUSY
         finally:
             close_quietly(fd, path)
-    return False
 
 
 def sweep(target: Target) -> list[str]:

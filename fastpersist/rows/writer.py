@@ -434,7 +434,9 @@ class RowWriter(Uncopied):
         """Refuse two writers of a table: its sidecar could become that of the other. Our own file is locked already."""
         for path in find_leftovers(self._target):
             if path != own_path and is_being_written(path):
-                raise ConfigError(f"{self.path} is being written already ({path}); wait for that, or choose another name")
+                raise ConfigError(
+                    f"{self.path} is being written already ({path}); wait for that, or choose another name"
+                )
 
     def _adopt(self) -> Progress | None:
         """Take over the unfinished file with the most rows; return its record. Others of dead writers are removed."""

@@ -142,10 +142,7 @@ class FastPersistCheckpointIO(CheckpointIO):
             `fastpersist.save`, if all machines see the same files; 1: rank 0 alone, as without DDP.
 
     Attributes:
-        optimizer: As above; it may be set.
-        durable: As above, and so the next two.
-        engine: …
-        writers: …
+        optimizer, durable, engine, writers: The arguments; `optimizer` may be set later.
         order: The saves, links and removals that are not done.
 
     Raises:

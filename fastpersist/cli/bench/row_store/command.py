@@ -74,7 +74,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], *,
         "--row-bytes", type=_row_bytes, nargs="+", default=[512, 4096], metavar="N", help="default: 512 4096"
     )
     parser.add_argument("--depth", type=positive, nargs="+", default=[64, 256], metavar="N", help="default: 64 256")
-    parser.add_argument("--count", type=positive, default=200_000, metavar="N", help="rows of a sample (default: 200000)")
+    parser.add_argument(
+        "--count", type=positive, default=200_000, metavar="N", help="rows of a sample (default: 200000)"
+    )
     parser.add_argument(
         "--device", default="cpu", metavar="NAME", help="cuda or cuda:N: rows in memory are brought there, too"
     )
