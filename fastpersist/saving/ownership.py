@@ -7,6 +7,7 @@ storages of tensor subclasses that wrap others (DTensor …) are those of the te
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ __all__ = [
 
 _step_count = 0  # steps of all optimizers since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
+_STEP_CODE = Optimizer.profile_hook_step(len).__code__  # of what torch wraps around each optimizer's step
 
 
 @functools.lru_cache(maxsize=256)
@@ -153,6 +155,8 @@ class Owners:
             The tensors by which optimizers hold them, with the key of each; and why storages of an optimizer are not
             among them; "" when all are.
         """
+        if self._given is not None and _is_inside_step():
+            return Holders([], []), "an optimizer's step has begun, and has passed the barrier"
         owned: list[torch.Tensor] = []
         why_not = "" if self._given is not None else "no optimizer was given"
         for optimizer in self.optimizers():
@@ -194,6 +198,20 @@ class Owners:
         if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
             return f"{name} changes parameters in train() and eval(), outside its step; use gate='manual'"
         return ""
+
+
+def _is_inside_step() -> bool:
+    """Tell whether this thread is in a hook before an optimizer's step, or in its closure.
+
+    A hook of ours would not see the step in which the first save of a process is made, nor that a step has raised an
+    error. In a hook after the step, `out` is what the step has returned.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _STEP_CODE and "out" not in frame.f_locals:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _unwrapped(given: object) -> Optimizer:

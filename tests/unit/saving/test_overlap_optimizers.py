@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support import overlap_fixtures
+from support.forking import run_in_child
 from support.training import (
     WIDTH,
     Overlap,
@@ -25,6 +26,8 @@ from support.training import (
     torn_by,
     train,
 )
+
+import fastpersist as fp
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -130,6 +133,79 @@ def test_a_first_fused_step_without_the_promised_wait_is_noticed(held: Overlap, 
     pending = held.save(model.state_dict(), optimizer=optimizer, gate="manual")
     train(model, optimizer)  # no state yet, and nothing counts how often parameters are changed
     torn_by(held, pending)
+
+
+# --- saves inside a step
+
+
+@pytest.mark.parametrize("place", ["hook", "closure"])
+@pytest.mark.parametrize("gate", ["optimizer", "manual"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_save_inside_a_step_is_of_that_moment(overlap: Overlap, name: str, gate: str, place: str) -> None:
+    model = small_model()
+    optimizer = made(name, model)
+    step_once(model, optimizer)
+    states: list[Any] = []
+    saves: list[fp.PendingSave] = []
+
+    def save(*_: object) -> None:
+        if not saves:
+            states.append(state_of(model, optimizer))
+            saves.append(overlap.save(states[0], optimizer=optimizer, gate=gate))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = backward(model)
+        if place == "closure":
+            save()
+        return loss
+
+    if place == "hook":
+        optimizer.register_step_pre_hook(save)
+    optimizer.step(closure)
+    overlap.check(saves[0], states[0])
+
+
+def test_first_save_of_a_process_inside_a_step(tmp_path: Path) -> None:
+    def first_save(_report: object) -> None:
+        with Overlap(tmp_path, "held") as held:
+            test_save_inside_a_step_is_of_that_moment(held, "SGD fused", "optimizer", "hook")
+
+    run_in_child(first_save, {"OMP_NUM_THREADS": "1"})
+
+
+def test_save_after_a_step_that_has_failed_is_written_in_place(held: Overlap) -> None:
+    model = small_model()
+    optimizer = adam(model.parameters())
+    train(model, optimizer)
+
+    def fail() -> float:
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        optimizer.step(fail)
+    state = state_of(model, optimizer)
+    pending = held.save(state, optimizer=optimizer)
+    train(model, optimizer)
+    held.check(pending, state)
+    assert pending.stats.bytes_at_gate > 0
+
+
+def test_save_in_a_hook_after_the_step_is_written_in_place(held: Overlap) -> None:
+    model = small_model()
+    optimizer = adam(model.parameters())
+    saves: list[fp.PendingSave] = []
+    hook = optimizer.register_step_post_hook(
+        lambda *_: saves.append(held.save(state_of(model, optimizer), optimizer=optimizer))
+    )
+    train(model, optimizer)
+    hook.remove()
+    train(model, optimizer)
+    held.check(saves[0])
+    assert saves[0].stats.bytes_at_gate > 0
+
+
+# --- what else happens to an optimizer
 
 
 def test_parameters_of_a_new_group_get_state_meanwhile(overlap: Overlap) -> None:
