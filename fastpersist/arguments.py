@@ -33,9 +33,9 @@ def local_path(path: object, what: str = "path") -> str:
     """
     name = os.fspath(path) if isinstance(path, os.PathLike) else path
     if isinstance(name, bytes):
-        raise ConfigError(f"{what} is a str or pathlib.Path, not bytes: pass os.fsdecode({name!r})")
+        raise ConfigError(f"{what} must be a str or pathlib.Path, not bytes: pass os.fsdecode({name!r})")
     if not isinstance(name, str):
-        raise ConfigError(f"{what} is a str or pathlib.Path, not a value of type {type(path).__name__}")
+        raise ConfigError(f"{what} must be a str or pathlib.Path, not a value of type {type(path).__name__}")
     if not name or "\0" in name:
         raise ConfigError(f"{what} is {name!r}, which names no file")
     if url := _URL.match(name):

@@ -149,7 +149,7 @@ def network() -> Network:
     if text:
         numbers = [int(one) if one.isascii() and one.isdigit() else 0 for one in (first, last if dash else first)]
         if not 1 <= numbers[0] <= numbers[1] <= _PORT_MAX:
-            raise ConfigError(f"FASTPERSIST_PORTS is a port or a range of ports such as 20000-20100, not {text!r}")
+            raise ConfigError(f"FASTPERSIST_PORTS must be a port or a range of ports such as 20000-20100, not {text!r}")
         ports = range(numbers[0], numbers[1] + 1)
     return Network(ports, os.environ.get("FASTPERSIST_INTERFACE", ""))
 

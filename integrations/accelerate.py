@@ -138,7 +138,7 @@ def save_state(
     Thread safety: only the training thread.
     """
     if on_error not in ("raise", "warn"):
-        raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        raise ConfigError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
     _refuse_strategy(accelerator)
     _settle(accelerator)
     configuration = accelerator.project_configuration

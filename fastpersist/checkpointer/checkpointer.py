@@ -165,9 +165,9 @@ class Checkpointer(Uncopied):
         lock_timeout_s: float = 120.0,
     ) -> None:
         if busy not in ("wait", "latest", "skip"):
-            raise ConfigError(f"busy is 'wait', 'latest' or 'skip', not {busy!r}")
+            raise ConfigError(f"busy must be 'wait', 'latest' or 'skip', not {busy!r}")
         if on_error not in ("raise", "warn"):
-            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+            raise ConfigError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
         require_bools(paranoid=paranoid, sharded=sharded, check_replicas=check_replicas)
         if not (isinstance(lock_timeout_s, int | float) and lock_timeout_s >= 0):
@@ -177,7 +177,7 @@ class Checkpointer(Uncopied):
         if process_group is None:  # with several ranks all are told, by a save
             require_writers(writers)
         if node_local not in (None, "parts", "copies"):
-            raise ConfigError(f"node_local is None, 'parts' or 'copies', not {node_local!r}")
+            raise ConfigError(f"node_local must be None, 'parts' or 'copies', not {node_local!r}")
         if node_local == "copies" and sharded:
             raise ConfigError(
                 'node_local="copies" is for state that all ranks hold: with sharded=True no node has all of it; choose '

@@ -551,7 +551,7 @@ class Root:
         try:
             self._write_small(COMMITTED_NAME, f"{number}\n")
         except StorageError as error:  # it is needed only if rank 0's copy is lost
-            _log.warning("%s: that a step is committed on all nodes was not noted: %s", self.path, error)
+            _log.warning("%s: that a step is committed on all nodes could not be recorded: %s", self.path, error)
 
     def _write_latest(self, step: int) -> None:
         self._write_small(_LATEST_NAME, f"{step_name(step)}\n")

@@ -85,14 +85,14 @@ class SignalSave:
                 grace_s is no time.
         """
         if grace_s is not None and not (isinstance(grace_s, int | float) and 0 < grace_s < math.inf):
-            raise ConfigError(f"grace_s is a number of seconds above 0, or None for no limit; not {grace_s!r}")
+            raise ConfigError(f"grace_s must be a number of seconds above 0, or None for no limit; not {grace_s!r}")
         if not callable(make_state):
             raise ConfigError(
                 "make_state is a function that returns the step and the state when a signal has come; "
                 f"{type(make_state).__name__} cannot be called"
             )
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("save_on_signal is called on the main thread, which alone may set signal handlers")
+            raise ConfigError("save_on_signal must be called on the main thread, which alone may set signal handlers")
         numbers = _that_can_be_handled(signals)
         grace = None if grace_s is None else GracePeriod(grace_s, self._end_without)
         self.uninstall()

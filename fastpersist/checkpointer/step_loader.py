@@ -116,7 +116,7 @@ class LoadOptions:
             )
         if not isinstance(self.into, Mapping | None):
             raise ConfigError(
-                'into is a dict from keys of the state to what is filled, such as into={"model": model}; not a '
+                'into must be a dict from keys of the state to targets, such as into={"model": model}; not a '
                 f"{type(self.into).__name__}"
             )
 
@@ -374,7 +374,7 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
         if not _is_shared(read) or not (is_missing or (options.copies and not is_open)):
             raise
         if not is_missing:
-            _log.warning("the copy of step %d in %s is damaged, others are looked for: %s", step, root, error)
+            _log.warning("the copy of step %d in %s is damaged; looking for other copies: %s", step, root, error)
         parts = _StepInParts(read, os.path.join(root, step_name(step)), None, None)  # others may have all of it
         if not parts.exists:
             raise

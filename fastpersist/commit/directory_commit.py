@@ -148,7 +148,7 @@ class PendingDirectory:
                 pending = cls._make(pending_path, final_path, mode)
             if pending is not None:
                 return pending
-        raise InternalError(f"no pending directory for {final_path} could be kept in {_ATTEMPT_COUNT} attempts")
+        raise InternalError(f"no pending directory for {final_path} could be made in {_ATTEMPT_COUNT} attempts")
 
     @classmethod
     def _make(cls, path: str, final_path: str, mode: int | None) -> PendingDirectory | None:
@@ -337,7 +337,7 @@ class PendingDirectory:
                 raced = errno.ENOENT if replaces else errno.EEXIST
                 if error.errno not in (raced, errno.EEXIST) or not os.path.lexists(self.path):
                     raise
-        raise InternalError(f"{self.final_path} was taken and freed by others {_ATTEMPT_COUNT} times")
+        raise InternalError(f"{self.final_path} was taken and freed by other saves {_ATTEMPT_COUNT} times")
 
     def _retire_and_rename(self) -> str:
         retired = hidden_path(self.final_path, "retired")

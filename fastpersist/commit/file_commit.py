@@ -269,7 +269,7 @@ class PendingFile:
                         pending.abort()
                 if kept:
                     return pending
-        raise InternalError(f"no pending file for {target.path} could be kept in 100 attempts")
+        raise InternalError(f"no pending file for {target.path} could be made in 100 attempts")
 
     @classmethod
     def adopt(cls, target: Target, path: str) -> PendingFile | None:

@@ -356,5 +356,5 @@ def reopened(fd: int, path: str, flags: int) -> int:
             again = os.open(path, flags | os.O_CLOEXEC)
     if not os.path.samestat(os.fstat(fd), os.fstat(again)):
         os.close(again)
-        raise ConfigError(f"{path} is another file by now, and without /proc the one that is open cannot be had again")
+        raise ConfigError(f"{path} is another file by now, and without /proc the open file cannot be opened again")
     return again

@@ -250,7 +250,7 @@ def _open_locked_manifest(directory_fd: int, path: str, manifest_path: str, dead
     try:
         lock = _lock_open_file(fd, fcntl.F_RDLCK, manifest_path)
         if lock is Lock.BUSY and time.monotonic() > deadline_s:
-            _log.warning("%s is read without a lock: somebody holds one on %s", path, MANIFEST_NAME)
+            _log.warning("%s is read without a lock, because another lock is held on %s", path, MANIFEST_NAME)
             lock = Lock.UNSUPPORTED
         # Between the opening and the lock, the directory may have lost its name, perhaps to another one.
         with suppress(OSError):
@@ -374,7 +374,7 @@ class RootLock:
                 return lock
             if owner is not None:
                 return owner
-        raise InternalError(f"{path} was locked and let go by others {_ATTEMPT_COUNT} times")
+        raise InternalError(f"{path} was locked and released by other processes {_ATTEMPT_COUNT} times")
 
     def _take_over(self) -> None:
         """Leave a hint for people and other hosts. The one before may say that locks did not work for its owner."""
@@ -384,8 +384,8 @@ class RootLock:
             _told_roots.add(self.root)
             _log.warning(
                 "%s: file locks do not work between all hosts that save here (the last one was %s), so nothing keeps "
-                "two jobs from saving to it at once: see to it that only one does. What dead saves leave is removed "
-                "when a day old",
+                "two jobs from saving to it at once: make sure that only one does. Leftovers of dead saves are "
+                "removed when they are a day old",
                 self.root,
                 before[0] or "this one",
             )

@@ -184,7 +184,9 @@ def _give_name_back(leftover: _Leftover) -> bool:
                 if error.errno != errno.ENOENT:  # another sweeper has done it
                     raise
             else:
-                _log.info("%s has its name back: a save died while it was replacing it", leftover.final_path)
+                _log.info(
+                    "%s was renamed back: a save died while it was replacing this checkpoint", leftover.final_path
+                )
                 filesystem().sync_directory(os.path.dirname(leftover.final_path))
     return True
 

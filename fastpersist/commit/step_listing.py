@@ -224,7 +224,7 @@ def read_commits(root: str) -> dict[int, Commit | None]:
         except (CorruptionError, StorageError, CheckpointNotFoundError) as error:
             if committed_path(root, step_name(step)) is None:
                 return False
-            _log.info("when %s was committed is not known: %s", path, error)
+            _log.info("the commit order of %s is not known: %s", path, error)
             found[step] = None
         return True
 

@@ -170,7 +170,7 @@ def _targets(contents: Contents, wish: Wish) -> list[_Target]:
             raise ConfigError(f"{name!r} and {found[new_name].stored.name!r} would both be called {new_name!r}")
         found[new_name] = _Target(new_name, stored, _converted_dtype(stored, wish.dtype))
     if not found:
-        raise ConfigError(f"there is nothing to convert: no tensor in {contents.path} is meant")
+        raise ConfigError(f"there is nothing to convert: no tensor in {contents.path} is selected")
     for prefix, new in wish.prefixes.items():
         if not any(target.stored.name.startswith(prefix) for target in found.values()):
             raise ConfigError(

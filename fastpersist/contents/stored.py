@@ -237,7 +237,7 @@ def _add_file(
                 "since torch 1.6: load and save it anew"
             )
         if source.is_byte_swapped():
-            raise UnsupportedError(f"{source.path} has the other byte order; load it and save it anew")
+            raise UnsupportedError(f"{source.path} has the other byte order; load it, and save it anew")
         file = stack.enter_context(closing(TensorFile(place or source.path, engine=engine)))
         with storage_errors("looking at", source.path):
             seen, opened = os.fstat(source.fd), os.fstat(file.fileno())

@@ -282,7 +282,7 @@ class _StagedState(dict[str, Any]):
         """Refuse to be sent to another process."""
         raise UnsupportedError(
             "FastPersist's writers capture the state in this process, and AsyncCheckpointerType.PROCESS writes it in "
-            "another: leave that out, for writing takes no time from Python, or pass async_stager=DefaultStager()"
+            "another: leave that out, because writing hardly needs the GIL, or pass async_stager=DefaultStager()"
         )
 
 

@@ -165,7 +165,7 @@ class ShardedCapture:
         if any(map(_is_shard, itertools.islice(self._memo.values(), known_count, None))):
             raise ConfigError(
                 f"{name!r}, a {type(value).__name__}, has shards in it, of which only rank 0's would be saved: put its "
-                "tensors into a dict or a list, or, of a module, save its state_dict()"
+                "tensors into a dict or a list, or save the state_dict() of a module"
             )
         return own
 

@@ -55,7 +55,7 @@ class StoragePath:
         """
         if self._path is None:
             name = type(self).__name__
-            raise ConfigError(f"{name} does not know which directory: pass path, or checkpoint_id= to {call}")
+            raise ConfigError(f"{name} has no directory: pass path, or checkpoint_id= to {call}")
         return self._path
 
     def _final_path(self) -> str:

@@ -183,7 +183,9 @@ def _modules_in(targets: Mapping[str, object]) -> list[torch.nn.Module]:
 def _device_of(map_location: MapLocation) -> torch.device:
     if map_location is None or isinstance(map_location, str | torch.device):
         return torch.device(map_location or "cpu")
-    raise ConfigError("of a sharded step, map_location is a device: it was saved from as many as there were ranks")
+    raise ConfigError(
+        "for a sharded step, map_location must be a device, because it was saved from one device per rank"
+    )
 
 
 def _size_bytes(leaf: Saved, objects: Mapping[str, Any]) -> int:

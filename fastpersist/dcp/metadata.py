@@ -373,7 +373,7 @@ class _Builder:
     def _places(self, node: object) -> dict[MetadataIndex, Any]:
         """Build the places of all chunks."""
         if type(node) is not SymbolicDict:
-            raise FormatError("these are no metadata of a DCP checkpoint: they do not say where anything lies")
+            raise FormatError("these are no metadata of a DCP checkpoint: they have no storage locations")
         places: dict[MetadataIndex, Any] = {}
         hashes = _Hashes()
         flat = node.flat
@@ -504,7 +504,7 @@ def _require_boxes(described: TensorStorageMetadata) -> None:
     """Refuse a shape beyond all memory, and chunks that do not lie inside of it."""
     size = described.size
     if math.prod(max(1, length) for length in size) * described.properties.dtype.itemsize > _COUNT_MAX:
-        raise FormatError(f"a tensor in these metadata has shape {tuple(size)}, which no memory holds")
+        raise FormatError(f"a tensor in these metadata has shape {tuple(size)}, which is larger than any memory")
     hashes = _Hashes()
     for chunk in described.chunks:
         if type(chunk) is not ChunkStorageMetadata:

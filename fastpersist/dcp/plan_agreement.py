@@ -353,7 +353,7 @@ def _read_done(message: bytes, rank: int, share: Share, kept: bytes | None) -> D
         places, objects = data[: _PLACE.size * len(share.items)], data[_PLACE.size * len(share.items) :]
         if "places" in said:
             if kept is None or said["places"] != _digest(kept):
-                raise ValueError("it tells of places that rank 0 does not have")
+                raise ValueError("it refers to places that rank 0 does not have")
             places, objects = kept, data
         part = said["part"]
         entry = None if part is None else (part[0], part[1], part[2])

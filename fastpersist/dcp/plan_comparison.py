@@ -337,5 +337,5 @@ def two_under_one_name(name: str, difference: str, ranks: Sequence[int], otherwi
         f"{name!r} counts as one tensor, and rank {ranks[0]} holds {difference} than rank "
         f"{', '.join(map(str, ranks[1 : 1 + _SHOWN_COUNT]))}. Nothing was published. Optimizers of a pipeline's "
         "stages number their parameters alike: save by names, as torch's get_optimizer_state_dict gives them, and "
-        f"modules of stages under keys of their own. What differs otherwise is to be left out of the state, {otherwise}"
+        f"modules of stages under keys of their own. Leave other tensors that differ out of the state, {otherwise}"
     )

@@ -151,7 +151,7 @@ class Ranks:
     ) -> Ranks:
         """Connect the ranks by means of any collective; otherwise as `meet`."""
         if not timeout_s > 0:
-            raise ConfigError(f"ranks need some time to answer, not {timeout_s} s")
+            raise ConfigError(f"timeout_s must be above 0, not {timeout_s} s")
         if count == 1:
             return cls(0, 1, (0,), timeout_s)
         place = loopback_place()

@@ -166,6 +166,6 @@ def gather_done(session: Session, counts: Sequence[int]) -> list[list[int]]:
         whole = len(message) % _CRC_BYTES == 0
         crcs = [crc for (crc,) in struct.iter_unpack("<I", message)] if whole else []
         if len(crcs) != counts[rank]:
-            raise CoordinationError(f"rank {rank} has not written what it should: {counts[rank]} ranges")
+            raise CoordinationError(f"rank {rank} has not written its ranges: {counts[rank]} ranges")
         found.append(crcs)
     return found

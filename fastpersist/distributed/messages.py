@@ -55,7 +55,9 @@ def decoded(message: bytes, rank: int) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise CoordinationError(f"rank {rank} says something that is no message of a save; do all run this version?")
+        raise CoordinationError(
+            f"rank {rank} sent something that is no message of a save; do all ranks run this version?"
+        )
     return found
 
 

@@ -245,5 +245,5 @@ def difference(described: Sequence[tuple[Any, list[int]]], names_of: Callable[[i
         told.append(f"{'; '.join(names[:_SHOWN_COUNT])}{more} on {'rank' if len(ranks) == 1 else 'ranks'} {on}")
     return CoordinationError(
         f"replicas differ from those of rank 0: {'; '.join(told)}. Nothing was published. Data-parallel ranks hold the "
-        "same parameters and optimizer state; what differs is to be left out of the state, or passed as rank_state"
+        "same parameters and optimizer state; leave state that differs out, or pass it as rank_state"
     )

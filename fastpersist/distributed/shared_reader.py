@@ -340,7 +340,7 @@ class SharedReader:
         read: list[tuple[ByteRange, int]] = []
         for share, said in zip(shares, self._say(_Said("shared", path, crcs=tuple(result.crcs))), strict=True):
             if len(share) != len(said.crcs):
-                raise InternalError(f"the ranks share {path} out differently")
+                raise InternalError(f"the ranks divide {path} differently")
             read += zip(share, said.crcs, strict=True)
         return ReadResult(combined_crcs([size_bytes for _, size_bytes in places], read), result.engine)
 

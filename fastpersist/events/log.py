@@ -88,7 +88,7 @@ class EventLog:
             self._waiting.clear()
             if self._saves and not self._has_failed:
                 self._has_failed = True
-                _log.warning("%s: events are not logged there: %s; this is said once", self._path, error.strerror)
+                _log.warning("%s: events are not logged there: %s; this is logged once", self._path, error.strerror)
 
     def _write_waiting(self) -> None:
         device = _device_of(self.root)

@@ -413,7 +413,7 @@ def _refuse_surplus(read_at: ReadAt, file_bytes: int, tail: bytes, path: str) ->
     except FormatError:
         return  # it is no end of an archive that begins where the file does
     raise UnsupportedError(
-        f"{path}: {surplus_bytes} bytes follow the archive, which torch.load passes over: load it, and save it again"
+        f"{path}: {surplus_bytes} bytes follow the archive, which torch.load ignores: load it, and save it again"
     )
 
 

@@ -20,7 +20,7 @@ def require_floating(dtype: object) -> None:
         ConfigError: It is no floating-point dtype.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"dtype is a floating-point dtype, such as torch.bfloat16, not {dtype!r}")
+        raise ConfigError(f"dtype must be a floating-point dtype, such as torch.bfloat16, not {dtype!r}")
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:

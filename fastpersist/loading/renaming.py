@@ -51,12 +51,14 @@ def _renamed(path: str, value: Any, rename: Rename, entries_of: Entries) -> Iter
     new_name = partial(names.renamed, prefixes=rename) if isinstance(rename, Mapping) else rename
     is_of_texts = not isinstance(rename, Mapping) or all(isinstance(old, str) for old in rename)
     if not callable(new_name) or not is_of_texts:
-        raise ConfigError(f"rename= is a function of a name, or a dict of prefixes, not {rename!r}")
+        raise ConfigError(f"rename= must be a function of a name, or a dict of prefixes, not {rename!r}")
     old_names: dict[str, str] = {}
     for inside, old, item in _flat(value, entries_of):
         new = new_name(old)
         if not isinstance(new, str | None):
-            raise ConfigError(f"rename= returned {new!r} for {old!r}; it returns a text, or None to leave it out")
+            raise ConfigError(
+                f"rename= returned {new!r} for {old!r}; it must return a string, or None to leave the entry out"
+            )
         if new in old_names:
             raise ConfigError(f"rename= gives {old_names[new]!r} and {old!r} of {path} one name: {new!r}")
         if new is not None:

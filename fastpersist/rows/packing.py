@@ -127,7 +127,7 @@ def _positions_by_score(order: torch.Tensor, row_count: int) -> torch.Tensor:
             "torch.float32 or torch.int64 on the CPU"
         ) from None
     if has_nan:
-        raise ConfigError("order has a NaN, which is neither more nor less than others")
+        raise ConfigError("order has a NaN, which cannot be ordered")
     dtype = torch.int32 if row_count < 1 << 31 else torch.int64
     positions = torch.empty(row_count, dtype=dtype, device="cpu")
     positions[ids] = torch.arange(row_count, dtype=dtype, device="cpu")

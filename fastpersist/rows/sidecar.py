@@ -188,7 +188,7 @@ def read_positions(table: CheckpointSource, offset_bytes: int, row_count: int) -
 def _entries(source: CheckpointSource) -> dict[str, Entry]:
     if source.kind != "safetensors" or source.header.metadata.get(_FORMAT_KEY) != _FORMAT:
         raise FormatError(
-            f"it has the name of a table's sidecar and is none, or of another version; remove it (format {_FORMAT})",
+            f"it has the name of a table's sidecar, but is none, or has another version; remove it (format {_FORMAT})",
             path=source.path,
         )
     return {entry.name: entry for entry in source.header.entries}

@@ -596,7 +596,7 @@ class RowStore:
     def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> None:
         wanted = (*shape, *self.row_shape)
         if not isinstance(out, torch.Tensor) or not out.is_cpu or out.layout != torch.strided:
-            raise ConfigError("out is a tensor on the CPU; device= brings rows elsewhere")
+            raise ConfigError("out is a tensor on the CPU; use device= for rows on a device")
         if out.shape != wanted or out.dtype != self.dtype or not out.is_contiguous():
             raise ConfigError(
                 f"out is a contiguous tensor of {self.dtype} and shape {wanted}, not one of {out.dtype} and shape "

@@ -163,7 +163,7 @@ def is_safetensors(path: str, file_format: str) -> bool:
         ConfigError: There is no such format.
     """
     if file_format not in ("auto", "torch", "safetensors"):
-        raise ConfigError(f"format is 'auto', 'torch' or 'safetensors', not {file_format!r}")
+        raise ConfigError(f"format must be 'auto', 'torch' or 'safetensors', not {file_format!r}")
     return path.endswith(".safetensors") if file_format == "auto" else file_format == "safetensors"
 
 

@@ -209,7 +209,7 @@ class DirectorySave(Uncopied):
         self._closed = True  # until there is something to close
         require_engine(engine)
         if overwrite not in (False, True, "foreign"):
-            raise ConfigError(f"overwrite is False, True or 'foreign', not {overwrite!r}")
+            raise ConfigError(f"overwrite must be False, True or 'foreign', not {overwrite!r}")
         self._overwrite = overwrite
         self._engine = engine
         self._arena = ArenaOfSave(_arena)

@@ -129,7 +129,7 @@ class Owners:
 
     def __init__(self, optimizer: object = None, constant: object = (), gate: str = "optimizer") -> None:
         if gate not in ("optimizer", "manual"):
-            raise ConfigError(f"gate is 'optimizer' or 'manual', not {gate!r}")
+            raise ConfigError(f"gate must be 'optimizer' or 'manual', not {gate!r}")
         self.gate = gate
         self._given = optimizer
         self._constant = _kept(constant)

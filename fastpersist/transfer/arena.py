@@ -22,7 +22,7 @@ class Arena:
 
     def __init__(self, max_bytes: int | None = None) -> None:
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
-            raise ConfigError(f"max_host_bytes is a number of bytes, 0 or more, not {max_bytes!r}")
+            raise ConfigError(f"max_host_bytes must be a number of bytes, 0 or more, not {max_bytes!r}")
         self._max_bytes = max_bytes
         self._half_bytes: int | None = None
         self._native: _native.Arena | None = None

@@ -117,7 +117,7 @@ def require_engine(engine: str) -> str:
         ConfigError: There is none of that name; or FASTPERSIST_CONFIG names a tuning file that cannot be used.
     """
     if not isinstance(engine, str):
-        raise ConfigError(f'engine is the name of an engine, or "auto", not {engine!r}')
+        raise ConfigError(f'engine must be the name of an engine, or "auto", not {engine!r}')
     check_named_tuning()
     if engine == "auto":
         engine = config().engine

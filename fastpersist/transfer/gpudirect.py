@@ -108,7 +108,7 @@ def prepare() -> None:
     Thread safety: any thread.
     """
     if os.path.exists(_DRIVER) and not os.path.exists(_MODULES):
-        raise UnsupportedError(f"there is no {_MODULES} in this sandbox, and libcufile waits for it without end")
+        raise UnsupportedError(f"there is no {_MODULES} in this sandbox, and libcufile would wait for it for ever")
     host_device = int(_torch().cuda.current_device()) if _cuda_is_started() else 0
     _native.cufile_configure(os.fsencode(find_library()), host_device)
 

@@ -534,7 +534,9 @@ class TensorFile:
 
     def __reduce__(self) -> tuple[object, ...]:
         if self.mode != "r":
-            raise TypeError(f"{self!r} cannot be pickled: only what is open for reading can be opened again elsewhere")
+            raise TypeError(
+                f"{self!r} cannot be pickled: only a file that is open for reading can be opened again elsewhere"
+            )
         options = (self._wished_engine, self.queue_depth, self.chunk_bytes, self.threads)
         return (_open_again, (self._full_path, *options))
 

@@ -120,7 +120,7 @@ def looked_at(items: Sequence[Item], before_count: int) -> Parts:
         view = tensor if _is_plain(tensor) else byte_view(tensor)
         size_bytes = view.nbytes
         if size_bytes > (1 << 63) - 1 - offset_bytes:
-            raise ConfigError(f"{size_bytes} bytes at offset {offset_bytes} end behind any file")
+            raise ConfigError(f"{size_bytes} bytes at offset {offset_bytes} end beyond the largest possible file")
         tensors.append(tensor)
         if view.is_cpu:
             parts.append((view.data_ptr(), size_bytes, offset_bytes))

@@ -59,6 +59,6 @@ def require_writers(writers: str | int) -> None:
         ConfigError: It is none of "auto", "all", "node", and no number of ranks.
     """
     if writers not in ("auto", "all", "node") and (not isinstance(writers, int) or isinstance(writers, bool)):
-        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {writers!r}")
+        raise ConfigError(f"writers must be 'auto', 'all', 'node' or a number of ranks, not {writers!r}")
     if isinstance(writers, int) and writers < 1:
         raise ConfigError(f"at least one rank has to write: writers is 1 or more, not {writers}")

@@ -113,7 +113,7 @@ def attach(
     Thread safety: the thread that trains.
     """
     if on_save not in ("published", "sync"):
-        raise ConfigError(f"on_save is 'published' or 'sync', not {on_save!r}")
+        raise ConfigError(f"on_save must be 'published' or 'sync', not {on_save!r}")
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"attach() takes a transformers.Trainer, not a {type(trainer).__name__}")
     if isinstance(trainer.__dict__.get(_ATTRIBUTE), Attachment):

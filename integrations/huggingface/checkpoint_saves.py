@@ -127,7 +127,7 @@ class CheckpointSaves:
 
     def __init__(self, *, on_error: str, engine: str, writers: str | int = "auto", constant: object = ()) -> None:
         if on_error not in ("raise", "warn"):
-            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+            raise ConfigError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
         require_writers(writers)
         self._writers: Any = writers

@@ -241,7 +241,7 @@ class FileOrder:
         if any(_has_failed(need) for need in deferred.needs):
             deferred.has_failed = True
             what = "is not removed" if deferred.source is None else f"does not become another name of {deferred.source}"
-            _log.warning("%s %s: the save that came before has failed", deferred.key, what)
+            _log.warning("%s %s: an earlier save has failed", deferred.key, what)
             return
         try:
             deferred.act()

@@ -160,7 +160,7 @@ class FastPersistCheckpointIO(CheckpointIO):
     ) -> None:
         super().__init__()
         if on_error not in ("raise", "warn"):
-            raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+            raise ConfigError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         require_engine(engine)
         require_writers(writers)
         self.optimizer = optimizer

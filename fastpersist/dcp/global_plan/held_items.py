@@ -66,7 +66,7 @@ class TensorNames:
         if {*map(type, names)} - {str} or len(set(names)) != len(names) or {*map(type, kinds)} - {WriteItem}:
             raise FormatError("these are no names of tensors")
         if any(kind.tensor_data is None for kind in kinds) or len(name_of) != len(kind_of):
-            raise FormatError("these names do not say what their tensors are")
+            raise FormatError("these names do not describe their tensors")
         if len({*name_of}) != len(names) or max(name_of, default=-1) >= len(names):
             raise FormatError("a name in it has no item, or an item has no name")
         if max(kind_of, default=-1) >= len(kinds):

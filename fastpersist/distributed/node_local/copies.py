@@ -143,7 +143,7 @@ def receive_rest(session: Session, fd: int, path: str, rest: ExtentMap) -> None:
         size_bytes = min(_PIECE_BYTES, rest.size_bytes - at)
         data = memoryview(session.hear())
         if len(data) != size_bytes:
-            raise CoordinationError("rank 0 sends a piece of a file that is not as long as it should be")
+            raise CoordinationError("rank 0 sends a piece of a file with the wrong length")
         for place in rest.belonging(at, size_bytes):
             os.lseek(fd, place.offset_bytes, os.SEEK_SET)
             filesystem().write(fd, data[: place.size_bytes], path)

@@ -231,7 +231,7 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
             first_ranks = [0, *(int(one["first"]) for one in found[1:])]
             if any(first_ranks[first] != first for first in first_ranks):
                 raise CoordinationError(
-                    f"the ranks do not agree on who sees whose files: by rank, the first of each is {first_ranks}"
+                    f"the ranks disagree on which of them see the same files: by rank, the firsts are {first_ranks}"
                 )
             names = {rank: names[rank] for rank in names if first_ranks[rank] == rank}
         known.first_ranks = first_ranks
