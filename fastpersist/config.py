@@ -3,7 +3,7 @@
 FASTPERSIST_ENGINE       what engine="auto" means: an engine name, or "auto" (default)
 FASTPERSIST_RING_BYTES   host memory for the ring, all transfers together (default 67108864 = 64 MiB)
 FASTPERSIST_CHUNK_BYTES  bytes of one request to the kernel (default 8388608 = 8 MiB; a ring is at least 4)
-FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: one per chunk of the ring; half beside training)
+FASTPERSIST_QUEUE_DEPTH  requests of one transfer in flight (default: one per chunk of the ring; half during training)
 FASTPERSIST_THREADS      threads of one transfer by a threads engine (default 0: one per request in flight, 16 at most)
 FASTPERSIST_CONFIG       a tuning file that counts for every file system; empty: no tuning file counts
 FASTPERSIST_PORTS        the ports at which rank 0 listens for other ranks: "20000-20100" (default: any)
@@ -90,7 +90,7 @@ class Config:
         engine: What `engine="auto"` means; "auto" tries one engine after the other.
         ring_bytes: Bytes of host memory of the ring; a multiple of `chunk_bytes`, at least four times as much.
         chunk_bytes: Bytes of one request to the kernel; a power of two from 64 KiB to 1 GiB.
-        queue_depth: Requests in flight of a transfer, 1 to 4096; None: one per chunk of the ring, half beside training.
+        queue_depth: Requests in flight of a transfer, 1 to 4096; None: one per chunk of the ring, half during training.
         threads: Threads of one transfer with a threads engine, up to 1024; 0: queue_depth, but at most 16.
         writers: How many ranks of a node write if the caller does not say it; None: up to 8.
         engine_wish: The engine that "auto" tries first; "" for none.

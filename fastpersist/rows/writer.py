@@ -113,7 +113,7 @@ class _Stream:
         while done_bytes < size_bytes:
             take_bytes = min(size_bytes - done_bytes, _BUFFER_BYTES - self._fill_bytes)
             place = self._buffers[0].data_ptr() + self._fill_bytes
-            # Not copy_(): torch's threads wait for each other, which beside training takes several times as long.
+            # Not copy_(): torch's threads wait for each other, which during training takes several times as long.
             ctypes.memmove(place, data.data_ptr() + done_bytes, take_bytes)
             self._fill_bytes += take_bytes
             done_bytes += take_bytes

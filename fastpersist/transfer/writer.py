@@ -112,7 +112,7 @@ class Writer:
         engine: Engine name or "auto".
         poll: See `Poll`.
         sparing: Keep half the requests in flight, unless a depth was tuned or set: enough for the disk, less memory,
-            and less load beside training.
+            and less load during training.
         shared: Others write to the file meanwhile, such as other ranks.
         sources: What will be written to a file from its start, if no piece wants a CRC. With the engine "cufile" the
             ring is then memory of the device on which they lie, so that their bytes need not go through host memory.

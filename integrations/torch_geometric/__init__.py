@@ -9,7 +9,7 @@
 - `feature_store`: attributes whose rows lie on disk, as PyG's FeatureStore; asked for ahead
 - `loader`: a NodeLoader that knows its batches ahead
 - `sampler`: neighbours sampled in torch alone, as PyG's BaseSampler; for where pyg-lib is not installed
-- `graph_store`: edges in compressed rows, as PyG's GraphStore
+- `graph_store`: edges in compressed columns, as PyG's GraphStore
 - `sampling`: what the sampler computes; knows nothing of PyG
 
 Importing this package imports no torch_geometric: that comes with the first class that is used.

@@ -1,4 +1,4 @@
-"""Peaks of memory, each in a program of its own: saving, loading, filling and saving beside training."""
+"""Peaks of memory, each in a program of its own: saving, loading, filling and saving during training."""
 
 from __future__ import annotations
 

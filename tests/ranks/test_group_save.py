@@ -1,4 +1,4 @@
-"""Directories and single files that several ranks write beside training: each file once, byte for byte rank 0's."""
+"""Directories and single files that several ranks write during training: each file once, byte for byte rank 0's."""
 
 from __future__ import annotations
 

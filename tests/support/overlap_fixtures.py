@@ -1,4 +1,4 @@
-"""The fixtures of the tests that save beside training, each with an `Overlap`: a test file takes what it needs by name.
+"""The fixtures of the tests that save during training, each with an `Overlap`: a test file takes what it needs by name.
 
 from support import overlap_fixtures
 

@@ -77,7 +77,7 @@ class FailingFilesystem(HeldFilesystem):
 
 
 class Overlap:
-    """Saves beside training. A context manager that finishes every save it began and looks for what they left.
+    """Saves during training. A context manager that finishes every save it began and looks for what they left.
 
     Args:
         directory: Where files go.

@@ -141,7 +141,7 @@ def _durations(saves: Sequence[Save]) -> Chart:
         "How long each save took",
         "s",
         lines=[Line(name, color, _over_steps(saves, _of(f"{name}_s"))) for color, name in enumerate(names, 1)],
-        note="Beside training: these seconds are not lost. Capture runs until everything may change again; writing is "
+        note="During training: these seconds are not lost. Capture runs until everything may change again; writing is "
         "spread over the step.",
     )
 
@@ -160,7 +160,7 @@ def _rates(saves: Sequence[Save], run: Run) -> Chart:
     if run.disk_bytes_per_s is not None and lines[0].points:
         ends = (lines[0].points[0][0], lines[0].points[-1][0])
         lines.append(Line("the disk's own", 5, [(x, run.disk_bytes_per_s) for x in ends], "dashes"))
-    note = "Bytes by the seconds of writing and syncing. A save beside training does not hurry: it needs to be done "
+    note = "Bytes by the seconds of writing and syncing. A save during training does not hurry: it needs to be done "
     note += "before the next one only."
     return Chart("rate", "Rate of writing", "bytes/s", lines=lines, note=f"{note} {run.disk_note}".strip())
 

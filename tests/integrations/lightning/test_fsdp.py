@@ -1,4 +1,4 @@
-"""Lightning's ModelParallel (FSDP2) and FSDP on two ranks: the same checkpoints, whole, and written beside training."""
+"""Lightning's ModelParallel (FSDP2) and FSDP on two ranks: the same checkpoints, whole, and written during training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What kind each storage of a save is, what becomes of each kind, and how much memory captured bytes may take.
 
-Whole saves beside training: test_overlap_correctness and its sisters.
+Whole saves during training: test_overlap_correctness and its sisters.
 """
 
 from __future__ import annotations
