@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fastpersist.arguments import local_path
-from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.filesystem import filesystem, is_there, storage_errors
 from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
@@ -93,7 +93,7 @@ def find_others(path: str, is_own: Callable[[str], object]) -> Others:
         ConfigError: It contains the working directory, which would lose its name; or a name that no manifest takes.
         UnsupportedError: A directory of checkpoints, which may be saved to at this moment; a link to a directory; or
             what is neither file nor directory.
-        StorageError: It cannot be listed.
+        StorageError: It cannot be listed, or something in it not be looked up.
     """
     found = Others()
 
@@ -101,7 +101,7 @@ def find_others(path: str, is_own: Callable[[str], object]) -> Others:
         raise error
 
     with storage_errors("listing", path):
-        walked = list(os.walk(path, onerror=fail)) if os.path.isdir(path) else []
+        walked = list(os.walk(path, onerror=fail)) if is_there(path) else []
     for directory, inner, names in walked:
         below = os.path.relpath(directory, path)
         if below != ".":
@@ -111,7 +111,7 @@ def find_others(path: str, is_own: Callable[[str], object]) -> Others:
                 f"{directory} is where checkpoints are saved to, perhaps at this moment, and would be moved: save "
                 f"{path} elsewhere"
             )
-        if links := [name for name in inner if os.path.islink(os.path.join(directory, name))]:
+        if links := [name for name in inner if _is_link(os.path.join(directory, name))]:
             raise UnsupportedError(
                 f"{os.path.join(directory, links[0])} is a link to a directory, which a checkpoint cannot keep: remove "
                 "it, or save elsewhere"
@@ -131,10 +131,17 @@ def find_others(path: str, is_own: Callable[[str], object]) -> Others:
     return found
 
 
+def _is_link(path: str) -> bool:
+    with storage_errors("looking up", path):
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+
+
 def _refuse_working_directory(path: str, found: Others) -> None:
-    working = os.stat(".")
-    for name in (".", *found.directories):
-        if os.path.samestat(os.stat(os.path.join(path, name)), working):
+    with storage_errors("looking up", path):
+        working = os.stat(".")
+        directories = [os.stat(os.path.join(path, name)) for name in (".", *found.directories)]
+    for status in directories:
+        if os.path.samestat(status, working):
             raise ConfigError(
                 f"{path} would be replaced, and this process works in it: save into a directory below it instead"
             )

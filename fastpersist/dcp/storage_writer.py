@@ -26,7 +26,7 @@ from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.checkpoint_directory import find_others
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, write_part
-from fastpersist.errors import ConfigError, FastPersistError
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
@@ -109,6 +109,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         Raises:
             ConfigError: There is a checkpoint, and overwrite is False; or there are files of another one.
             UnsupportedError: The directory holds what cannot stay in it.
+            StorageError: It cannot be looked at.
         """
         final_path = self._final_path()
         overwrite = self._may_replace(final_path)
@@ -120,12 +121,15 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         """Look at what is in the directory.
 
         Raises:
-            ConfigError, UnsupportedError: As `prepare_global_plan`.
+            ConfigError, StorageError, UnsupportedError: As `prepare_global_plan`.
         """
-        if os.path.islink(path) or not os.path.isdir(path):
+        if os.path.islink(path):
             return self._overwrite
         with storage_errors("listing", path):
-            names = os.listdir(path)
+            try:
+                names = os.listdir(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return self._overwrite
         exists = METADATA_NAME in names or MANIFEST_NAME in names
         if exists and not self._overwrite:
             raise ConfigError(
@@ -185,7 +189,10 @@ def _listed_in_manifest(path: str) -> list[str]:
     """Return the files of a checkpoint of ours beside DCP's; not other files that it has kept, which have no CRC."""
     try:
         manifest = read_manifest(path)
-    except FastPersistError as error:  # damaged; files with names of DCP's are replaced all the same
+    except (
+        CorruptionError,
+        CheckpointNotFoundError,
+    ) as error:  # damaged; files with names of DCP's are replaced all the same
         _log.info("%s is replaced without its manifest: %s", path, error)
         return []
     return [

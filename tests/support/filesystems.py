@@ -10,10 +10,11 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+from unittest import mock
 
 from fastpersist.commit.filesystem import Filesystem, storage_errors
 from fastpersist.errors import NoSpaceError, StorageError
@@ -263,3 +264,29 @@ class KillingFilesystem(WatchedFilesystem):
     def _die_at(self, operation: Operation, when: str) -> None:
         if (operation.name, when) == (self._name, self._when):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def failing_lookup(path: str | os.PathLike[str], nth: int = 1) -> Iterator[list[str]]:
+    """The n-th look at a path, a stat, a listing or an open, fails with EIO, and no other; yields what has failed."""
+    wanted = os.fspath(path)
+    count = 0
+    failed: list[str] = []
+
+    def failing(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += path == wanted
+            if path == wanted and count == nth:
+                failed.append(name)
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return real(path, *arguments, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("stat", "lstat", "listdir", "scandir", "open"):
+            stack.enter_context(mock.patch.object(os, name, failing(name)))
+        yield failed

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastpersist.commit.directory_commit import Overwrite
-from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.dcp.async_stager import CapturingWriter
 from fastpersist.dcp.huggingface.captured_bytes import PIECE_BYTES
 from fastpersist.dcp.huggingface.coordinator import finish_files
@@ -220,9 +220,13 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         ]
 
     def _may_replace(self) -> Overwrite:
-        if not self._overwrite or self._path is None or not os.path.isdir(self._path):
+        if not self._overwrite or self._path is None:
             return self._overwrite
-        names = os.listdir(self._path)
+        with storage_errors("listing", self._path):
+            try:
+                names = os.listdir(self._path)
+            except (FileNotFoundError, NotADirectoryError):
+                return self._overwrite
         if MANIFEST_NAME in names or not any(name in _NAMES_OF_MODELS or _WEIGHTS.fullmatch(name) for name in names):
             return True
         return "foreign"

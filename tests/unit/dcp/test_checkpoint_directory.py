@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import stat
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.filesystems import failing_lookup
 from support.runs import hidden_names
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
@@ -233,6 +235,44 @@ def test_a_save_that_fails_leaves_what_else_is_there(tmp_path: Path, monkeypatch
     assert contents(path) == before
     expect_others(path)
     assert hidden_names(tmp_path) == []
+
+
+@pytest.mark.parametrize("below", ["", "config.json", "logs"])
+@pytest.mark.parametrize("writer", [FastPersistWriter, FastPersistHuggingFaceWriter])
+def test_one_look_that_fails_does_not_lose_what_else_is_there(tmp_path: Path, writer: Any, below: str) -> None:
+    path = tmp_path / "thesis"
+    save(writer(path))
+    make_others(path)
+    for nth in itertools.count(1):
+        error: BaseException = fp.StorageError()
+        with failing_lookup(path / below, nth) as failed:
+            try:
+                save(writer(path))
+            except dcp.api.CheckpointException as raised:
+                error = raised.failures[0][0]
+        assert isinstance(error, fp.StorageError)
+        expect_others(path)
+        assert hidden_names(tmp_path) == []
+        if not failed:
+            return
+
+
+@pytest.mark.parametrize("below", ["", "MANIFEST.json"])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_one_look_that_fails_does_not_let_another_checkpoint_be_replaced(
+    tmp_path: Path, overwrite: bool, below: str
+) -> None:
+    path = tmp_path / "step"
+    with fp.DirectorySave(path) as other:
+        other.save(STATE, "state.pt")
+        other.publish().result()
+    files = contents(path)
+    for nth in itertools.count(1):
+        with failing_lookup(path / below, nth) as failed:
+            failure_of(path, overwrite=overwrite)
+        assert contents(path) == files
+        if not failed:
+            return
 
 
 @pytest.mark.parametrize("before", WRITERS)
