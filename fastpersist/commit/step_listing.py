@@ -35,6 +35,7 @@ from fastpersist.formats.manifest import (
 )
 
 __all__ = [
+    "NO_FILE",
     "Commit",
     "candidate_steps",
     "check_files",
@@ -49,6 +50,9 @@ __all__ = [
 ]
 
 _log = logging.getLogger("fastpersist")
+
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Errors of a stat that say that there is no such file; others are of the disk."""
 
 _REPLACED_LIMIT = 5
 _Read = TypeVar("_Read")
@@ -168,15 +172,19 @@ def check_files(path: str, manifest: CheckpointManifest) -> None:
 
     Raises:
         FormatError: One is missing, or is something else.
+        StorageError: One cannot be looked up, which says nothing of what it is.
     """
     for entry in manifest.files:
         file_path = os.path.join(path, entry.name)
         rank = writer_of(entry.name)
         wrote = "" if rank is None else f" (rank {rank} wrote it)"
         try:
-            status = os.stat(file_path)
-        except OSError as error:
-            message = f"it is in the manifest, but cannot be read: {error.strerror}{wrote}"
+            with storage_errors("looking up", file_path):
+                status = os.stat(file_path)
+        except StorageError as error:
+            if error.errno not in NO_FILE:
+                raise
+            message = f"it is in the manifest, but cannot be read: {os.strerror(error.errno)}{wrote}"
             raise FormatError(message, path=file_path) from error
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"it is in the manifest, but is no regular file{wrote}", path=file_path)

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from fastpersist.commit.directory_commit import committed_path, files_in, hold_for_reading
 from fastpersist.commit.filesystem import storage_errors
 from fastpersist.commit.locks import HeldDirectory
-from fastpersist.commit.step_listing import read_manifest
+from fastpersist.commit.step_listing import NO_FILE, read_manifest
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -288,7 +288,7 @@ def _size_problem(path: str, entry: FileEntry) -> str | None:
         with storage_errors("looking up", file_path):
             status = os.stat(file_path)
     except StorageError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in NO_FILE:
             return f"{entry.name} is missing"
         raise
     if not stat.S_ISREG(status.st_mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import shutil
 import threading
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.filesystems import failing_lookup
 
 import fastpersist as fp
 from fastpersist.checkpointer import root as root_module
 from fastpersist.checkpointer.root import RetentionPolicy, Root, why_no_root
 from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.filesystem import Filesystem, using
+from fastpersist.formats.manifest import step_name
 
 
 def save_steps(path: Path, *steps: int) -> None:
@@ -74,6 +77,18 @@ def test_step_is_damaged_if_a_load_has_said_so_until_it_is_saved_again(tmp_path:
     assert root.is_damaged(1)
     removed = root.remove_together(lambda found: [step for step in found if step == 2], lambda: None, None, 0)
     assert (removed, root.unloadable) == ([2], {3})
+
+
+def test_step_that_cannot_be_looked_at_is_not_damaged_and_stays(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    before = (tmp_path / step_name(2) / "state.pt").read_bytes()
+    for nth in itertools.count(1):
+        with fp.Checkpointer(tmp_path) as checkpoints, failing_lookup(tmp_path / step_name(2) / "state.pt", nth) as at:
+            with pytest.raises(fp.ConfigError, match="exists already"):
+                checkpoints.save(2, {"other": 1})
+        assert (tmp_path / step_name(2) / "state.pt").read_bytes() == before
+        if not at:
+            return
 
 
 class NoLatest(Filesystem):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.filesystems import failing_lookup
 
 from fastpersist.commit import step_listing
 from fastpersist.commit.locks import HeldDirectory
@@ -105,6 +106,12 @@ def test_file_that_is_not_as_the_manifest_says_is_an_error(
         read_committed(str(tmp_path), 1, lambda _, manifest: manifest)
     found = read_committed(str(tmp_path), 1, lambda _, manifest: manifest, checks_files=lambda manifest: False)
     assert found == manifest
+
+
+def test_file_that_cannot_be_looked_up_is_an_error_of_the_disk_and_no_damage(tmp_path: Path) -> None:
+    path = make_step(tmp_path, 1)
+    with failing_lookup(path / "state.pt"), pytest.raises(StorageError, match=r"looking up .*state\.pt: Input/output"):
+        check_files(str(path), read_manifest(str(path)))
 
 
 def test_missing_file_of_a_rank_names_the_rank(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_one_look_that_fails_does_not_lose_what_else_is_there(tmp_path: Path, wr
     save(writer(path))
     make_others(path)
     for nth in itertools.count(1):
-        error: BaseException = fp.StorageError()
+        error: BaseException = fp.StorageError(None, "", "")
         with failing_lookup(path / below, nth) as failed:
             try:
                 save(writer(path))
