@@ -2,8 +2,8 @@
 
 The files are first planned as for a save, with tensors that have no memory; so they equal the files that
 `fastpersist.save` would write. Then the bytes stream from the source. Each piece gets a CRC when it has been read: the
-written bytes must have the same CRC, and those of a whole tensor the CRC that the source records. Otherwise nothing
-gets its final name.
+written bytes must have the same CRC, and those of a whole tensor the CRC that the source records; parts of a sharded
+checkpoint are compared as a whole before. Otherwise nothing gets its final name.
 """
 
 from __future__ import annotations
@@ -135,12 +135,14 @@ def convert(
     if os.path.lexists(out) and not wish.overwrite:
         raise ConfigError(f"{out} exists already; choose another name, or say that it may be replaced (--overwrite)")
     targets = _targets(contents, wish)
+    checked_count = sum(target.stored.crc32 is not None for target in targets)
+    if contents.shards is not None:  # the CRCs are of whole parts, and rows of tensors are read below
+        checked_count += contents.shards.verify(target.stored.name for target in targets if target.stored.rows)
     stream = functools.partial(_stream, engine=engine, on_read=on_read)
     if wish.shard_bytes is None:
         size_bytes, file_count = _convert_to_file(targets, out, wish, contents.metadata, stream), 1
     else:
         size_bytes, file_count = _convert_to_shards(targets, out, wish, contents, stream)
-    checked_count = sum(target.stored.crc32 is not None for target in targets)
     total_s = time.monotonic() - started_s
     dropped = list(contents.values)
     if wish.shard_bytes is None and not is_safetensors(out, wish.file_format):

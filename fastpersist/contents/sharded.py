@@ -7,7 +7,7 @@ along all dimensions but the first, so the memory that they take does not depend
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from fastpersist.dcp.blobs import QUANTIZED
 from fastpersist.dcp.coverage import require_covered
+from fastpersist.dcp.load_state import verify_files
 from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
 from fastpersist.dcp.part_reader import PartReader, Wanted
 from fastpersist.errors import CorruptionError, FormatError, UnsupportedError
 from fastpersist.formats import torch_zip
+from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import scan_pickle
 from fastpersist.formats.pickle_values import iter_values
 
@@ -36,6 +38,7 @@ class Shards:
         directory: With `.metadata` and the parts.
         engine: "auto", or an engine's name.
         stack: Closes the parts that were opened.
+        files: Those of the manifest, if there is one.
 
     Attributes:
         tensors: Dtype and shape of each whole tensor, by name.
@@ -46,12 +49,13 @@ class Shards:
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, directory: str, *, engine: str, stack: ExitStack) -> None:
+    def __init__(self, directory: str, *, engine: str, stack: ExitStack, files: Sequence[FileEntry] = ()) -> None:
         path = os.path.join(directory, METADATA_NAME)
         metadata, _ = read_metadata(path)
         require_covered(metadata.state_dict_metadata, path)
         self._directory, self._engine, self._stack = directory, engine, stack
         self._parts: dict[str, PartReader] = {}
+        self._checked = {entry.name: entry for entry in files if entry.crc32 is not None}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         try:
             self._boxes = _boxes_by_name(metadata)
@@ -67,6 +71,23 @@ class Shards:
     def is_plain(self, name: str) -> bool:
         """Tell whether rows of a tensor can be read."""
         return self.tensors[name][0] not in QUANTIZED
+
+    def verify(self, names: Iterable[str]) -> int:
+        """Read the parts with these tensors, and compare them with the CRCs of the manifest.
+
+        Returns:
+            How many of the tensors lie in parts that have a CRC.
+
+        Raises:
+            ChecksumError: A part, or the metadata, are damaged.
+            StorageError: One cannot be read.
+        """
+        parts_of = [{info.relative_path for _, _, info in self._boxes.get(name, ())} for name in names]
+        read = {METADATA_NAME}.union(*parts_of)
+        verify_files(
+            self._directory, [self._checked[name] for name in sorted(read & self._checked.keys())], self._engine
+        )
+        return sum(bool(parts) and parts <= self._checked.keys() for parts in parts_of)
 
     def rows(self, name: str, first: int, end: int) -> torch.Tensor:
         """Read rows of a tensor: those from `first` to before `end`; of a scalar all there is.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ from fastpersist.commit.locks import HeldDirectory, hold_for_reading
 from fastpersist.commit.step_listing import check_files, read_manifest
 from fastpersist.errors import ConfigError, FormatError, InternalError, StorageError, UnsupportedError
 from fastpersist.formats.byte_ranges import row_major_strides
-from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, step_of
+from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, STATE_NAME, FileEntry, step_of
 from fastpersist.formats.pickle_scan import iter_tensors
 from fastpersist.formats.pickle_tensors import SymbolicTensor
 from fastpersist.formats.pickle_values import iter_values
@@ -32,6 +32,9 @@ from fastpersist.loading.fill_tensors import StoredTensor
 from fastpersist.streaming.source import WeightSource
 from fastpersist.transfer.garbage import no_garbage_collection
 from fastpersist.transfer.tensor_file import TensorFile
+
+if TYPE_CHECKING:
+    from fastpersist.contents.sharded import Shards
 
 __all__ = ["Contents", "Stored", "open_contents", "refuse_parts", "refuse_root"]
 
@@ -116,6 +119,7 @@ class Contents:
         values: What is no tensor, and tensors without data, as text by name.
         metadata: Of the header of a safetensors file; empty for a directory of these.
         scanned: What was found in each pickle, by its bytes: tensors and values.
+        shards: Where the tensors with `rows` come from; None if there are none.
         close: Closes its files before `open_contents` does.
     """
 
@@ -125,6 +129,7 @@ class Contents:
     values: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     scanned: dict[bytes, _Scanned] = field(default_factory=dict, repr=False)
+    shards: Shards | None = field(default=None, repr=False)
     close: Callable[[], object] = field(default=lambda: None, repr=False)
 
     def _free(self, name: str) -> str:
@@ -195,10 +200,12 @@ def refuse_parts(path: str, names: Collection[str]) -> None:
         raise UnsupportedError(f"{path} holds a part of a step only: `fastpersist merge` makes a whole one first")
 
 
-def _add_shards(contents: Contents, stack: ExitStack, directory: str, engine: str) -> None:
+def _add_shards(
+    contents: Contents, stack: ExitStack, directory: str, engine: str, files: Sequence[FileEntry] = ()
+) -> None:
     from fastpersist.contents.sharded import Shards  # slow to import, like all of DCP
 
-    shards = Shards(directory, engine=engine, stack=stack)
+    contents.shards = shards = Shards(directory, engine=engine, stack=stack, files=files)
     for name, (dtype, shape) in shards.tensors.items():
         if shards.is_plain(name):
             rows = functools.partial(shards.rows, name)
@@ -214,7 +221,7 @@ def _add_step(contents: Contents, stack: ExitStack, held: HeldDirectory, engine:
     refuse_parts(held.path, names)
     check_files(held.place, manifest)
     if DCP_METADATA_NAME in names:
-        _add_shards(contents, stack, held.place, engine)
+        _add_shards(contents, stack, held.place, engine, manifest.files)
     suffixed = [entry.name for entry in manifest.files if entry.name.endswith(TENSOR_SUFFIXES)]
     for name in sorted(suffixed, key=lambda name: (name != STATE_NAME, name)):
         prefix = "" if name == STATE_NAME or name.endswith(".safetensors") else f"{name}:"

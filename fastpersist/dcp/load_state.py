@@ -43,7 +43,7 @@ from fastpersist.loading.targets import TargetChange, missing_keys, refuse_misfi
 from fastpersist.loading.unpickle import MapLocation
 from fastpersist.transfer.reader import Extents, Read, read_extents
 
-__all__ = ["load_sharded_state"]
+__all__ = ["load_sharded_state", "verify_files"]
 
 _SHOWN_COUNT = 10
 
@@ -99,7 +99,7 @@ def load_sharded_state(
     """
     device = _device_of(map_location)
     # Always checked: a wrong byte in it may lead anywhere, and the file is small.
-    _verify(
+    verify_files(
         path, [entry for entry in manifest.files if entry.name == METADATA_NAME and entry.crc32 is not None], engine
     )
     reader = reader or FastPersistReader(path, engine=engine)
@@ -130,7 +130,7 @@ def load_sharded_state(
     if keys is None:
         tell_left_out(path, choice, bytes_of)
     if verify:
-        _verify(path, manifest.files[rank::count], engine)
+        verify_files(path, manifest.files[rank::count], engine)
     if agree is None:
         _agree(path, engine, read)
     else:
@@ -224,7 +224,14 @@ def _read_objects(
     return state
 
 
-def _verify(path: str, entries: Sequence[FileEntry], engine: str) -> None:
+def verify_files(path: str, entries: Sequence[FileEntry], engine: str) -> None:
+    """Compare whole files of a checkpoint directory with their CRCs in its manifest.
+
+    Raises:
+        ChecksumError: One is damaged; the message says who wrote it.
+        UnsupportedError: One has no CRC.
+        StorageError: One cannot be read.
+    """
     for entry in entries:
         file_path = os.path.join(path, entry.name)
         if entry.crc32 is None:

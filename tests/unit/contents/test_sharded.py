@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from support.archives import flip_bit
 from torch.distributed.checkpoint.metadata import Metadata
 
 import fastpersist as fp
@@ -51,7 +53,8 @@ def test_one_file_of_shards(tmp_path: Path, writer: str) -> None:
     save(tmp_path / "dcp", writer, state())
     with open_contents(str(tmp_path / "dcp")) as contents:
         assert contents.values["step"] == "7"
-        convert(contents, str(tmp_path / "one.safetensors"), Wish(prefixes={"model.": ""}))
+        report = convert(contents, str(tmp_path / "one.safetensors"), Wish(prefixes={"model.": ""}))
+    assert report.checked_count == (0 if writer == "torch" else 5)
     found = load_file(tmp_path / "one.safetensors")
     expected = state()["model"]
     assert sorted(found) == sorted(expected)
@@ -141,3 +144,30 @@ def test_metadata_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
     boxes_of(tmp_path / "dcp", torch.ones(6, 8), BOXES["rows"][:2])
     with pytest.raises(fp.CorruptionError), open_contents(str(tmp_path / "dcp")):
         pass
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["file", "shards"])
+def test_damage_of_a_part_publishes_nothing(tmp_path: Path, form: str) -> None:
+    save(tmp_path / "dcp", "ours", state())
+    (part,) = (tmp_path / "dcp").glob("*.distcp")
+    flip_bit(part, part.stat().st_size // 2)
+    wish = Wish(shard_bytes=1 << 20 if form == "shards" else None)
+    with (
+        pytest.raises(fp.ChecksumError, match=rf"{part.name}: its bytes are damaged: .*\(rank 0 wrote it\)"),
+        open_contents(str(tmp_path / "dcp")) as contents,
+    ):
+        convert(contents, str(tmp_path / "out.pt"), wish)
+    assert os.listdir(tmp_path) == ["dcp"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_the_parts_that_are_converted_are_compared(tmp_path: Path) -> None:
+    with fp.Checkpointer(tmp_path / "run", sharded=True) as checkpoints:
+        checkpoints.save(1, state(), rank_state={"seed": torch.ones(3)})
+    step = tmp_path / "run" / "step-00000001"
+    (part,) = step.glob("*.distcp")
+    flip_bit(part, part.stat().st_size // 2)
+    with open_contents(str(step)) as contents:
+        report = convert(contents, str(tmp_path / "a.pt"), Wish(patterns=["rank-00000.pt:*"]))
+    assert (report.tensor_count, report.checked_count) == (1, 1)
