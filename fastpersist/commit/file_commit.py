@@ -44,9 +44,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastpersist import _native
-from fastpersist.commit.filesystem import close_quietly, filesystem, storage_errors
+from fastpersist.commit.filesystem import close_quietly, filesystem, has_name, storage_errors
 from fastpersist.commit.freeing import freed_later, reserve
-from fastpersist.errors import InternalError, StorageError
+from fastpersist.errors import ConfigError, InternalError, StorageError
 
 __all__ = [
     "LEFTOVER_AGE_S",
@@ -66,6 +66,7 @@ __all__ = [
     "lock_by",
     "lock_record",
     "mark_live",
+    "refuse_existing",
     "replace_small_file",
     "resolve_target",
     "saving",
@@ -227,6 +228,9 @@ class PendingFile:
     """A file being written under a hidden name. One owner thread.
 
     Use `create` or `adopt`, write through `fd`, then `publish`, `abort` or `leave`; each closes it.
+
+    Attributes:
+        overwrite: Whether `publish` may replace a file; if not, one that has appeared meanwhile is an error.
     """
 
     def __init__(self, target: Target, path: str, fd: int) -> None:
@@ -234,6 +238,7 @@ class PendingFile:
         self.path = path
         self.fd = fd
         self.sync_s = 0.0
+        self.overwrite = True
         self._process = os.getpid()
         self._identity = mark_live(fd, path)
 
@@ -315,6 +320,7 @@ class PendingFile:
                 or tear it.
 
         Raises:
+            ConfigError: The file exists, and `overwrite` is False.
             StorageError: Nothing was published, unless the message says that the file is, and what has failed.
         """
         with freed_later(self.target.path):
@@ -330,7 +336,7 @@ class PendingFile:
                     started_s = time.monotonic()
                     filesystem().sync(self.fd, self.path)
                     self.sync_s = time.monotonic() - started_s
-                filesystem().rename(self.path, self.target.path)
+                self._rename()
         except BaseException:
             self.abort()
             raise
@@ -339,6 +345,17 @@ class PendingFile:
                 started_s = time.monotonic()
                 filesystem().sync_directory(self.target.directory)
                 self.sync_s += time.monotonic() - started_s
+
+    def _rename(self) -> None:
+        if self.overwrite:
+            filesystem().rename(self.path, self.target.path)
+            return
+        try:
+            filesystem().rename_to_free_name(self.path, self.target.path)
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                refuse_existing(self.target.path)
+            raise
 
     def abort(self) -> None:
         """Remove the pending file and close it; the target stays as it was. May be called again.
@@ -375,6 +392,17 @@ class PendingFile:
     def _close(self) -> None:
         fd, self.fd = self.fd, -1
         close_live(fd, self._identity, self.path)
+
+
+def refuse_existing(path: str) -> None:
+    """Refuse a name that is taken, for commands with an option --overwrite.
+
+    Raises:
+        ConfigError: It is.
+        StorageError: It cannot be looked up.
+    """
+    if has_name(path):
+        raise ConfigError(f"{path} exists already; choose another name, or say that it may be replaced (--overwrite)")
 
 
 def replace_small_file(path: str, data: bytes) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "allocate_pages",
     "close_quietly",
     "filesystem",
+    "has_name",
     "hint_at_make_parents",
     "ignoring",
     "is_there",
@@ -147,7 +148,7 @@ class Filesystem:
             _native.rename_to_free_name(os.fsencode(source), os.fsencode(target))
         except UnsupportedError:
             with storage_errors(f"renaming {source} to", target):
-                if os.path.lexists(target):
+                if has_name(target):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
                 try:
                     os.rename(source, target)
@@ -296,6 +297,20 @@ def is_there(path: str) -> bool:
     with storage_errors("looking up", path):
         try:
             os.stat(path)
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def has_name(path: str) -> bool:
+    """Tell whether something has this name, be it a link that leads nowhere.
+
+    Raises:
+        StorageError: It cannot be looked up; `os.path.lexists` returns False for an error of the disk, too.
+    """
+    with storage_errors("looking up", path):
+        try:
+            os.lstat(path)
         except FileNotFoundError:
             return False
     return True

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from fastpersist import _native
-from fastpersist.commit.file_commit import PendingFile, resolve_target
+from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.contents.pieces import Piece, read_pieces
 from fastpersist.contents.statistics import can_be_widened, in_parts
@@ -132,8 +132,8 @@ def convert(
     """
     started_s = time.monotonic()
     out = os.path.abspath(path)
-    if os.path.lexists(out) and not wish.overwrite:
-        raise ConfigError(f"{out} exists already; choose another name, or say that it may be replaced (--overwrite)")
+    if not wish.overwrite:
+        refuse_existing(out)
     targets = _targets(contents, wish)
     checked_count = sum(target.stored.crc32 is not None for target in targets)
     if contents.shards is not None:  # the CRCs are of whole parts, and rows of tensors are read below
@@ -199,6 +199,7 @@ def _convert_to_file(
         raise UnsupportedError(f"cannot write {out}: {file.why_not_replaceable}")
     planned = _Planned(targets, out, wish.file_format, metadata)
     pending = PendingFile.create(file)
+    pending.overwrite = wish.overwrite
     with ExitStack() as stack:
         stack.callback(pending.abort)
         size_bytes = planned.container.size_bytes

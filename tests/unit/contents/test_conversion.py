@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.archives import flip_bit
+from support.filesystems import failing_lookup
 from support.sameness import assert_same_values
 
 import fastpersist as fp
@@ -170,6 +171,33 @@ def test_what_is_there_stays_unless_it_may_be_replaced(tmp_path: Path, form: str
     converted(tmp_path / "b.pt", out, shard_bytes=shard_bytes, overwrite=True)
     with open_contents(str(out)) as contents, open_contents(str(tmp_path / "b.pt")) as expected:
         assert contents.tensors["w"].crc32 == expected.tensors["w"].crc32
+
+
+@pytest.mark.parametrize("form", ["file", "shards"])
+def test_what_appears_meanwhile_stays(tmp_path: Path, form: str) -> None:
+    fp.save({"w": torch.ones(5)}, tmp_path / "a.pt")
+    out = tmp_path / "out.safetensors"
+
+    def appear(_: int) -> None:
+        if form == "shards":
+            out.mkdir()
+        else:
+            out.write_text("mine")
+
+    wish = Wish(shard_bytes=1 << 20 if form == "shards" else None)
+    with open_contents(str(tmp_path / "a.pt")) as contents, pytest.raises(fp.ConfigError, match="exists already"):
+        convert(contents, str(out), wish, on_read=appear)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "out.safetensors"]
+    assert os.listdir(out) == [] if form == "shards" else out.read_text() == "mine"
+
+
+def test_what_cannot_be_looked_up_is_not_taken_for_absent(tmp_path: Path) -> None:
+    fp.save({"w": torch.ones(5)}, tmp_path / "a.pt")
+    out = tmp_path / "out.safetensors"
+    out.write_text("mine")
+    with failing_lookup(out), pytest.raises(fp.StorageError, match=r"looking up .*out\.safetensors"):
+        converted(tmp_path / "a.pt", out)
+    assert out.read_text() == "mine"
 
 
 def test_a_file_may_be_converted_onto_itself(tmp_path: Path) -> None:
