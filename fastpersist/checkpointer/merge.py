@@ -22,8 +22,10 @@ import torch
 from fastpersist import _native
 from fastpersist.api import load, save
 from fastpersist.commit.directory_commit import hold_for_reading
-from fastpersist.commit.file_commit import PendingFile, resolve_target
+from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
+from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.commit.step_listing import candidate_steps, check_files, read_manifest
+from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import (
     CheckpointNotFoundError,
     ChecksumError,
@@ -32,6 +34,7 @@ from fastpersist.errors import (
     StorageError,
     UnsupportedError,
 )
+from fastpersist.formats.layout import align_up
 from fastpersist.formats.manifest import DCP_METADATA_NAME, MANIFEST_NAME, NO_FILES, step_name
 from fastpersist.formats.split_manifest import PARTS_NAME, PartsRecord, SplitFile
 from fastpersist.loading.part_files import (
@@ -92,8 +95,8 @@ def merge(
     names = [os.path.abspath(directory) for directory in directories]
     if not names:
         raise ConfigError("there is nothing to merge: name the directory of a step, one of each store")
-    if os.path.lexists(out) and not overwrite:
-        raise ConfigError(f"{out} exists already; choose another name, or say that it may be replaced (--overwrite)")
+    if not overwrite:
+        refuse_existing(out)
     for name in names:
         if not os.path.isdir(name):
             if os.path.lexists(name):
@@ -104,26 +107,20 @@ def merge(
     if any(os.path.lexists(os.path.join(name, DCP_METADATA_NAME)) for name in names):
         _require_stores(names)
         with _one_directory(names) as directory:
-            return save(_shards(directory, engine, weights_only), out, engine=engine, format=format, progress=progress)
+            state = _shards(directory, engine, weights_only)
+        if not overwrite:
+            refuse_existing(out)  # it may have appeared meanwhile
+        return save(state, out, engine=engine, format=format, progress=progress)
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(hold_for_reading(name))
         file, parts = _found_parts(names)
         if not wants_safetensors:
-            return _copied(file, parts, out, engine=engine, progress=progress)
-        with _temporary(os.path.dirname(out)) as whole:
-            _copied(file, parts, whole, engine=engine, progress=progress)
-            return save(load(whole, weights_only=weights_only, engine=engine), out, engine=engine, format=format)
-
-
-@contextmanager
-def _temporary(directory: str) -> Iterator[str]:
-    path = os.path.join(directory, f".fastpersist-merge-{os.getpid()}.pt")
-    try:
-        yield path
-    finally:
-        if os.path.lexists(path):
-            os.unlink(path)
+            return _copied(file, parts, out, overwrite=overwrite, engine=engine, progress=progress)
+        state = _loaded(file, parts, out, weights_only=weights_only, engine=engine, progress=progress)
+    if not overwrite:
+        refuse_existing(out)  # it may have appeared meanwhile
+    return save(state, out, engine=engine, format=format)
 
 
 # --------------------------------------------------------------------------------------------- parts
@@ -178,31 +175,51 @@ def _require_one_save(records: Sequence[tuple[str, PartsRecord]]) -> None:
             )
 
 
-def _copied(file: SplitFile, parts: Sequence[FoundPart], path: str, *, engine: str, progress: bool) -> SaveReport:
+def _loaded(
+    file: SplitFile, parts: Sequence[FoundPart], path: str, *, weights_only: bool, engine: str, progress: bool
+) -> Any:
+    """Load the state from all parts: they are copied to a file without a name, which goes when this process ends."""
+    directory = os.path.dirname(path)
+    with ExitStack() as stack:
+        with storage_errors("making a temporary file in", directory):
+            fd = stack.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0)).fileno()
+        filesystem().allocate(fd, align_up(file.size_bytes, BLOCK_BYTES), path)
+        with _bar(file, progress) as bar:
+            _copy_parts(file, parts, fd, path, engine, bar.update)
+        filesystem().truncate(fd, file.size_bytes, path)
+        return load(f"/proc/self/fd/{fd}", weights_only=weights_only, engine=engine)
+
+
+def _bar(file: SplitFile, progress: bool) -> Any:
+    return progress_bar(total=file.size_bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
+
+
+def _copied(
+    file: SplitFile, parts: Sequence[FoundPart], path: str, *, overwrite: bool, engine: str, progress: bool
+) -> SaveReport:
     """Copy all parts to their places in a new file, and publish it."""
     started_s = time.monotonic()
     target = resolve_target(path, replace_links=False)
     if target.why_not_replaceable is not None:
         raise UnsupportedError(f"cannot write {path}: {target.why_not_replaceable}")
     pending = PendingFile.create(target)
+    pending.overwrite = overwrite
     with ExitStack() as stack:
         stack.callback(pending.abort)
-        bar = stack.enter_context(
-            progress_bar(total=file.size_bytes, unit="B", unit_scale=True, desc="merging", disable=not progress)
-        )
-        write = functools.partial(_copy_parts, file, parts, pending, engine, bar.update)
+        bar = stack.enter_context(_bar(file, progress))
+        write = functools.partial(_copy_parts, file, parts, pending.fd, pending.target.path, engine, bar.update)
         published = publish_file(pending, file.size_bytes, write, durable=True)
     total_s = time.monotonic() - started_s
     return SaveReport(path, file.size_bytes, published.engine, 0.0, published.write_s, published.sync_s, total_s)
 
 
 def _copy_parts(
-    file: SplitFile, parts: Sequence[FoundPart], pending: PendingFile, engine: str, on_copied: Callable[[int], object]
+    file: SplitFile, parts: Sequence[FoundPart], fd: int, path: str, engine: str, on_copied: Callable[[int], object]
 ) -> WrittenFile:
-    """Copy all parts to their places in a pending file, and check them; `on_copied` is told the bytes of each piece."""
+    """Copy all parts to their places in an open file, and check them; `on_copied` is told the bytes of each piece."""
     runs: list[Run] = []
     memory = torch.UntypedStorage(_COPIED_BYTES)
-    with Writer(pending.fd, pending.target.path, engine=engine) as writer:
+    with Writer(fd, path, engine=engine) as writer:
         for part in parts:
             crc = 0
             for offset_bytes, size_bytes, piece_crc in _copy_part(part, writer, memory, engine):

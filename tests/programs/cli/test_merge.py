@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.filesystems import failing_lookup
 from support.process_groups import run_ranks
 from support.runs import Run
 from support.sameness import assert_same
 from support.store_runs import SIZES, checkpoints_at, ordinary_file, step_path, train, two_stores
 
 import fastpersist as fp
+from fastpersist.checkpointer import merge as merge_module
 from fastpersist.cli import main
 
 
@@ -132,9 +134,42 @@ def checkpoints_alone(root: Path) -> fp.Checkpointer:
     return fp.Checkpointer(root)
 
 
-def test_flat_dict_becomes_safetensors_and_another_state_is_refused(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fault", ["exists already", "looking up"])
+@pytest.mark.parametrize("out", ["state.pt", "state.safetensors"])
+def test_file_that_was_not_seen_stays(
+    saved: Path,
+    tmp_path: Path,
+    out: str,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    copy_parts = merge_module._copy_parts
+
+    def appearing(*arguments: Any) -> Any:
+        (tmp_path / out).write_text("mine")
+        return copy_parts(*arguments)
+
+    if fault == "exists already":  # it appears meanwhile
+        monkeypatch.setattr(merge_module, "_copy_parts", appearing)
+    else:
+        (tmp_path / out).write_text("mine")
+    with failing_lookup(tmp_path / out, 1 if fault == "looking up" else 0):
+        assert merge(*(step_path(saved / name, 1) for name in ("a", "b")), tmp_path / out) == 2
+    assert fault in capsys.readouterr().err
+    assert (tmp_path / out).read_text() == "mine"
+    assert os.listdir(tmp_path) == [out]
+
+
+def test_flat_dict_becomes_safetensors_and_another_state_is_refused(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched_load(path: str, **options: Any) -> Any:
+        beside.append(os.listdir(tmp_path))
+        return fp.load(path, **options)
+
+    beside: list[list[str]] = []
+    monkeypatch.setattr(merge_module, "load", watched_load)
     (tmp_path / "flat").mkdir()
     roots = two_stores(tmp_path / "flat")
 
@@ -147,6 +182,7 @@ def test_flat_dict_becomes_safetensors_and_another_state_is_refused(
     out = tmp_path / "model.safetensors"
     assert merge(*(step_path(root, 1) for root in roots), out) == 0
     assert_same(fp.load(out), dict(Run(SIZES).advance().model.state_dict()))
+    assert beside == [["flat"]], "what is copied first has no name: nobody else can write it, and it goes with us"
     assert merge(*(step_path(saved / name, 2) for name in ("a", "b")), tmp_path / "no.safetensors") == 2
     assert "safetensors" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["flat", "model.safetensors"]
