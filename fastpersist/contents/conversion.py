@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +23,22 @@ import torch
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
 from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.step_listing import read_manifest
 from fastpersist.contents.pieces import Piece, read_pieces
 from fastpersist.contents.statistics import can_be_widened, in_parts
 from fastpersist.contents.stored import Contents, Stored
-from fastpersist.errors import ChecksumError, ConfigError, InternalError, UnsupportedError
+from fastpersist.dcp.checkpoint_directory import find_others, keep_others
+from fastpersist.errors import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    ConfigError,
+    CorruptionError,
+    InternalError,
+    UnsupportedError,
+)
 from fastpersist.formats.layout import align_up
 from fastpersist.formats.names import is_wanted, renamed
-from fastpersist.formats.safetensors import INDEX_NAME, SINGLE_NAME
+from fastpersist.formats.safetensors import INDEX_NAME, SINGLE_NAME, WEIGHTS_NAME
 from fastpersist.saving.containers import Checksum, Container, Literal, Part, container_for, is_safetensors
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.write_file import WrittenFile, publish_file, write_file
@@ -37,6 +47,8 @@ from fastpersist.transfer.tensor_memory import crc32_of, storage_without_memory
 from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Conversion", "Wish", "convert"]
+
+_log = logging.getLogger("fastpersist")
 
 _METADATA = {"format": "pt"}
 """What transformers looks for in a safetensors file."""
@@ -52,7 +64,7 @@ class Wish(NamedTuple):
         file_format: "torch", "safetensors", or "auto": as the suffix says.
         shard_bytes: Not one file but a directory of safetensors files with an index, each with at most so many bytes of
             tensors, or one tensor; None for one file.
-        overwrite: Replace what is there.
+        overwrite: Replace what is there. In a directory, other files (a config.json, a tokenizer) stay.
     """
 
     patterns: Sequence[str] = ()
@@ -126,7 +138,8 @@ def convert(
         ConfigError: Something is there already; no tensor is meant, or none begins with a prefix; two would have one
             name; or the format cannot hold one, which the message names.
         NoSpaceError, StorageError: An error of the disk.
-        UnsupportedError: A tensor is not plain (sparse, quantized, …), which the message names.
+        UnsupportedError: A tensor is not plain (sparse, quantized, …), which the message names; or the directory that
+            is replaced holds what cannot stay, such as a link to a directory.
 
     Thread safety: nobody else may use the source meanwhile.
     """
@@ -234,8 +247,22 @@ def _convert_to_shards(
             index = {"metadata": {"total_size": sum(target.size_bytes for target in targets)}, "weight_map": weight_map}
             directory.add_bytes(INDEX_NAME, json.dumps(index, indent=2).encode() + b"\n")
         contents.close()  # it may be the directory that is replaced, and one that is being read is not removed
+        if wish.overwrite:
+            _keep_others(directory, out)
         directory.publish().result()
     return total_bytes, len(names)
+
+
+def _keep_others(directory: DirectorySave, out: str) -> None:
+    """Keep what is in a directory beside the checkpoint that is replaced, such as a config.json."""
+    own: set[str] = set()
+    try:
+        own.update(entry.name for entry in read_manifest(out).files if entry.crc32 is not None)  # others have none
+    except (CorruptionError, CheckpointNotFoundError) as error:
+        _log.info("%s is replaced without its manifest: %s", out, error)
+    others = find_others(out, lambda name: name in own or WEIGHTS_NAME.fullmatch(name))
+    for name, size_bytes in keep_others(others, out, directory.path):
+        directory.add_written(name, size_bytes, None)
 
 
 def _groups(targets: Sequence[_Target], shard_bytes: int) -> list[list[_Target]]:

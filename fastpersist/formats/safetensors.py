@@ -25,6 +25,7 @@ __all__ = [
     "CRC_KEY",
     "INDEX_NAME",
     "SINGLE_NAME",
+    "WEIGHTS_NAME",
     "Entry",
     "Header",
     "HeaderPlan",
@@ -42,6 +43,9 @@ SINGLE_NAME = "model.safetensors"
 
 INDEX_NAME = "model.safetensors.index.json"
 """The index of a model that lies in several files: `weight_map` tells which tensor is in which."""
+
+WEIGHTS_NAME = re.compile(r"(?:sharded/)?(?:shard-\d+-)?model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
+"""Names of a model's files, whichever program wrote them: a new model replaces them."""
 
 _LENGTH_BYTES = 8
 _HEADER_LIMIT_BYTES = 100_000_000

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -43,15 +42,13 @@ from fastpersist.distributed.partition import common_block_bytes
 from fastpersist.distributed.peers import loopback_place, own_process
 from fastpersist.errors import ConfigError
 from fastpersist.formats.manifest import MANIFEST_NAME
+from fastpersist.formats.safetensors import WEIGHTS_NAME
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 
 __all__ = ["FastPersistHuggingFaceWriter"]
 
 _MAX_SHARD_BYTES = 5_000_000_000
-
-_WEIGHTS = re.compile(r"(?:sharded/)?(?:shard-\d+-)?model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
-"""Names of a model's files, whichever program wrote them: a new model replaces them."""
 
 _NAMES_OF_MODELS = frozenset(
     ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json")
@@ -227,7 +224,9 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
                 names = os.listdir(self._path)
             except (FileNotFoundError, NotADirectoryError):
                 return self._overwrite
-        if MANIFEST_NAME in names or not any(name in _NAMES_OF_MODELS or _WEIGHTS.fullmatch(name) for name in names):
+        if MANIFEST_NAME in names or not any(
+            name in _NAMES_OF_MODELS or WEIGHTS_NAME.fullmatch(name) for name in names
+        ):
             return True
         return "foreign"
 
@@ -258,7 +257,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
             if begun.layout.is_split:
                 directory.add_bytes(INDEX_NAME, _index_of(begun.layout))
             if self._overwrite:
-                self._keep_others(directory, _WEIGHTS.fullmatch)
+                self._keep_others(directory, WEIGHTS_NAME.fullmatch)
             directory.publish(durable=self._durable).result()
 
 

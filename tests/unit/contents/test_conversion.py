@@ -200,6 +200,30 @@ def test_what_cannot_be_looked_up_is_not_taken_for_absent(tmp_path: Path) -> Non
     assert out.read_text() == "mine"
 
 
+def test_other_files_stay_when_shards_are_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    fp.save({"a": torch.ones(5), "b": torch.zeros(3)}, tmp_path / "a.pt")
+    with fp.DirectorySave(out) as directory:
+        directory.save({"a": 1}, "state.pt")
+        directory.publish().result()
+    (out / "config.json").write_text("{}")
+    (out / "tokenizer").mkdir()
+    (out / "tokenizer" / "words.txt").write_text("mine")
+    kept = ["MANIFEST.json", "config.json", "tokenizer"]
+    for shard_bytes, weights in [
+        (0, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]),
+        (1 << 20, ["model.safetensors"]),
+    ]:
+        converted(tmp_path / "a.pt", out, shard_bytes=shard_bytes, overwrite=True)
+        assert sorted(os.listdir(out)) == sorted(kept + weights)
+        assert (out / "config.json").read_text() == "{}"
+        assert (out / "tokenizer" / "words.txt").read_text() == "mine"
+        assert fp.verify(out).ok
+    (out / "MANIFEST.json").write_text("damaged")
+    converted(tmp_path / "a.pt", out, shard_bytes=1 << 20, overwrite=True)
+    assert sorted(os.listdir(out)) == [*kept[:2], "model.safetensors", "tokenizer"]
+
+
 def test_a_file_may_be_converted_onto_itself(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"w": torch.ones(3 << 20)}, path)
