@@ -15,11 +15,11 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeAlias
 
 from fastpersist.commit.directory_commit import committed_path, files_in, hold_for_reading
-from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.filesystem import has_name, storage_errors
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import NO_FILE, read_manifest
 from fastpersist.errors import (
@@ -88,7 +88,7 @@ def inspect_directory(path: str, *, add_shards: AddShards = lambda found: found)
                 else:
                     checkpoints.append(_summary(step_path, manifest))
         except CheckpointNotFoundError:
-            damaged += [name] if os.path.lexists(step_path) else []
+            damaged += [name] if has_name(step_path) else []
         except FormatError:
             damaged.append(name)
     return Manifest(
@@ -112,7 +112,8 @@ def verify_directory(path: str, *, engine: str, explain: Explain = lambda report
 
     Raises:
         CheckpointNotFoundError: The directory went away, or is still being written.
-        StorageError: The directory is neither, or cannot be listed. All other damage is in the report.
+        StorageError: The directory is neither, or something in it cannot be read, and nothing else is damaged. All
+            damage is in the report, which then also names what cannot be read.
         UnsupportedError: The named engine cannot be used here.
 
     Thread safety: any thread.
@@ -125,12 +126,17 @@ def verify_directory(path: str, *, engine: str, explain: Explain = lambda report
     checked_bytes = 0
     steps = _steps(path)
     has_checksums = bool(steps)
+    unread: list[tuple[StorageError, Damage]] = []
     for name, step_path in steps:
         try:
-            report = _verify_checkpoint(step_path, engine, explain)
-        except CheckpointNotFoundError as error:
-            if os.path.lexists(step_path):
-                damages.append(Damage(f"{name}: {error}", file=name))
+            try:
+                report = _verify_checkpoint(step_path, engine, explain)
+            except CheckpointNotFoundError as error:
+                if has_name(step_path):
+                    damages.append(Damage(f"{name}: {error}", file=name))
+                continue
+        except StorageError as error:
+            unread.append((error, Damage(f"{name} cannot be read: {error}", file=name)))
             continue
         damages += [
             dataclasses.replace(
@@ -141,6 +147,7 @@ def verify_directory(path: str, *, engine: str, explain: Explain = lambda report
         notes += [f"{name}: {note}" for note in report.notes]
         checked_bytes += report.checked_bytes
         has_checksums = has_checksums and report.has_checksums
+    damages += _unread_beside(damages, unread)
     return VerifyReport(path, tuple(damages), checked_bytes, has_checksums, _leftovers(path), tuple(notes))
 
 
@@ -228,7 +235,7 @@ def _is_checkpoint(path: str) -> bool:
     hidden = _LEFTOVER.fullmatch(name)
     if step_of(hidden["name"] if hidden else name) is not None:
         return True
-    return os.path.lexists(os.path.join(path, MANIFEST_NAME))
+    return has_name(os.path.join(path, MANIFEST_NAME))
 
 
 def _require_root(path: str) -> None:
@@ -275,8 +282,9 @@ def _held(path: str) -> Iterator[tuple[HeldDirectory, CheckpointManifest]]:
     """
     manifest_path = os.path.join(path, MANIFEST_NAME)
     # Checked first: only a regular file can be held.
-    if os.path.lexists(manifest_path) and not stat.S_ISREG(os.lstat(manifest_path).st_mode):
-        raise FormatError("it is no regular file", path=manifest_path)
+    with storage_errors("looking up", manifest_path), suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(os.lstat(manifest_path).st_mode):
+            raise FormatError("it is no regular file", path=manifest_path)
     with hold_for_reading(path) as held:
         yield held, read_manifest(held.place)
 
@@ -379,6 +387,7 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
     damages: list[Damage] = []
     checked_bytes = 0
     has_checksums = bool(manifest.files)
+    unread: list[tuple[StorageError, Damage]] = []
     for entry in manifest.files:
         try:
             problem = _size_problem(held.place, entry)
@@ -387,8 +396,12 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
                 damages += report.damages
                 checked_bytes += report.checked_bytes
                 has_checksums = has_checksums and report.has_checksums
-        except (StorageError, CheckpointNotFoundError) as error:
+        except CheckpointNotFoundError as error:
             problem = held.named(f"{entry.name} cannot be read: {error}")
+        except StorageError as error:
+            told = held.named(f"{entry.name} cannot be read: {error}")
+            unread.append((error, Damage(told, file=entry.name)))
+            continue
         if problem is not None:
             damages.append(Damage(problem, file=entry.name))
     notes: tuple[str, ...] = ()
@@ -396,7 +409,17 @@ def _verify_files(held: HeldDirectory, manifest: CheckpointManifest, engine: str
         notes = _surplus(held, manifest)
     except UnsupportedError as error:
         damages.append(Damage(held.named(str(error))))
+    except StorageError as error:
+        unread.append((error, Damage(held.named(str(error)))))
+    damages += _unread_beside(damages, unread)
     return VerifyReport(held.path, tuple(damages), checked_bytes, has_checksums, notes=notes)
+
+
+def _unread_beside(damages: list[Damage], unread: list[tuple[StorageError, Damage]]) -> list[Damage]:
+    """Return what to tell of files that cannot be read, beside damage; without damage, raise the first error."""
+    if unread and not damages:
+        raise unread[0][0]
+    return [told for _, told in unread]
 
 
 def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str) -> VerifyReport:

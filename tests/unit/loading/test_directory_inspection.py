@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.archives import flip_bit, record_places
+from support.filesystems import failing_lookup
 from support.forking import Report, run_in_child
 from support.leaks import no_leaks
 from support.sandbox import become_ordinary_user, needs_root, open_directory
@@ -229,15 +232,44 @@ def test_damaged_manifest_is_reported(kind: str, checkpoint: Path) -> None:
     assert directory_bytes(str(checkpoint)) == 0
 
 
-def test_file_that_cannot_be_read_is_damage_and_the_others_are_read(checkpoint: Path) -> None:
+def verify_with_a_read_that_fails(path: Path) -> VerifyReport:
     _native.set_fault_plan(_native.FaultPlan(op="read", nth=1, count=1))
     try:
-        report = verify(checkpoint, engine="fault:threads")
+        return verify(path, engine="fault:threads")
     finally:
         _native.clear_fault_plan()
-    (damage,) = report.damages
-    assert "cannot be read" in damage.message
-    assert report.checked_bytes > 0
+
+
+def test_file_that_cannot_be_read_is_no_damage(checkpoint: Path) -> None:
+    with pytest.raises(StorageError, match=r"config\.json"):
+        verify_with_a_read_that_fails(checkpoint)
+
+
+def test_file_that_cannot_be_read_does_not_hide_the_damage_of_another(root: Path) -> None:
+    flip_bit(root / step_name(7) / "state.pt", 5)
+    report = verify_with_a_read_that_fails(root / step_name(7))
+    assert files_of(report) == ["state.pt", "config.json"]
+    assert "config.json cannot be read" in report.damages[1].message
+    report = verify_with_a_read_that_fails(root)
+    assert files_of(report) == [f"{step_name(7)}/state.pt", f"{step_name(7)}/config.json"]
+    flip_bit(root / step_name(7) / "state.pt", 5)
+    flip_bit(root / step_name(100) / "state.pt", 5)
+    report = verify_with_a_read_that_fails(root)
+    assert files_of(report) == [f"{step_name(100)}/state.pt", step_name(7)]
+    assert f"{step_name(7)} cannot be read: " in report.damages[1].message
+
+
+@pytest.mark.parametrize("below", ["", MANIFEST_NAME])
+@pytest.mark.parametrize("call", [verify, inspect])
+def test_a_look_that_fails_is_an_error_of_the_disk(checkpoint: Path, call: Callable[[Path], Any], below: str) -> None:
+    whole = call(checkpoint)
+    for nth in itertools.count(1):
+        found = whole
+        with failing_lookup(checkpoint / below, nth) as failed, suppress(StorageError):
+            found = call(checkpoint)
+        assert found == whole
+        if not failed:
+            return
 
 
 def test_nothing_of_the_file_is_run(checkpoint: Path, tmp_path: Path) -> None:
