@@ -23,7 +23,7 @@ from fastpersist import _native
 from fastpersist.api import load, save
 from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
-from fastpersist.commit.filesystem import filesystem, storage_errors
+from fastpersist.commit.filesystem import filesystem, has_name, storage_errors
 from fastpersist.commit.step_listing import candidate_steps, check_files, read_manifest
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import (
@@ -303,7 +303,7 @@ def _shards(directory: str, engine: str, weights_only: bool) -> dict[str, Any]:
     """
     from fastpersist.dcp.load_state import load_sharded_state  # torch.distributed.checkpoint takes long to import
 
-    has_manifest = os.path.lexists(os.path.join(directory, MANIFEST_NAME))
+    has_manifest = has_name(os.path.join(directory, MANIFEST_NAME))
     try:
         return load_sharded_state(
             directory,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from fastpersist.commit.filesystem import storage_errors
+from fastpersist.commit.filesystem import has_name, storage_errors
 from fastpersist.commit.locks import HeldDirectory, hold_for_reading
 from fastpersist.commit.step_listing import check_files, read_manifest
 from fastpersist.errors import ConfigError, FormatError, InternalError, StorageError, UnsupportedError
@@ -165,7 +165,7 @@ def open_contents(path: str, *, engine: str = "auto", like: Contents | None = No
         contents.close = stack.close
         if not os.path.isdir(path):
             _add_file(contents, stack, CheckpointSource(path), "", engine)
-        elif os.path.lexists(os.path.join(path, MANIFEST_NAME)):
+        elif has_name(os.path.join(path, MANIFEST_NAME)):
             _add_step(contents, stack, stack.enter_context(hold_for_reading(path)), engine)
         else:
             refuse_root(path)
