@@ -45,6 +45,7 @@ from fastpersist.checkpointer.step_saver import (
     ShardedSaver,
     StepSaver,
 )
+from fastpersist.commit.filesystem import absolute_path
 from fastpersist.commit.step_listing import commits_of, committed_steps, in_commit_order, read_commits
 from fastpersist.distributed.common_steps import refuse_together, require_same
 from fastpersist.distributed.group_save import Writers
@@ -187,7 +188,7 @@ class Checkpointer(Uncopied):
             raise ConfigError(
                 "with sharded=True each rank writes what it holds: writers and check_replicas do not apply"
             )
-        self._path = os.path.abspath(local_path(root, "root"))
+        self._path = absolute_path(local_path(root, "root"))
         why_not = why_no_root(self._path)
         if why_not and process_group is None:
             raise ConfigError(why_not)

@@ -23,7 +23,7 @@ from fastpersist import _native
 from fastpersist.api import load, save
 from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
-from fastpersist.commit.filesystem import filesystem, has_name, storage_errors
+from fastpersist.commit.filesystem import absolute_path, filesystem, has_name, storage_errors
 from fastpersist.commit.step_listing import candidate_steps, check_files, read_manifest
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import (
@@ -90,9 +90,9 @@ def merge(
     Thread safety: any thread.
     """
     require_engine(engine)
-    out = os.path.abspath(path)
+    out = absolute_path(path)
     wants_safetensors = is_safetensors(out, format)
-    names = [os.path.abspath(directory) for directory in directories]
+    names = [absolute_path(directory) for directory in directories]
     if not names:
         raise ConfigError("there is nothing to merge: name the directory of a step, one of each store")
     if not overwrite:

@@ -106,9 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UnsupportedError: ROOT is one checkpoint.
     """
+    from fastpersist.commit.filesystem import absolute_path
     from fastpersist.formats.manifest import MANIFEST_NAME
 
-    root = os.path.abspath(arguments.root)
+    root = absolute_path(arguments.root)
     if os.path.lexists(os.path.join(root, MANIFEST_NAME)):
         raise UnsupportedError(f"{root} is one checkpoint: name the directory that holds it, {os.path.dirname(root)}")
     readings = _readings(root, max(0.05, arguments.every))

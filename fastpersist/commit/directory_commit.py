@@ -139,7 +139,8 @@ class PendingDirectory:
         parent, name = os.path.split(final_path)
         sweep_directories(parent, name)  # first: it may give the name back to a directory that was retired
         if pending_in is not None:
-            pending_in = os.path.realpath(pending_in)
+            with storage_errors("looking up", pending_in):
+                pending_in = os.path.realpath(pending_in)
             sweep_directories(pending_in, _ANY_NAME)
         mode = _check_name(final_path, overwrite)
         for _ in range(_ATTEMPT_COUNT):

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fastpersist import _native
-from fastpersist.commit.filesystem import close_quietly, filesystem, has_name, storage_errors
+from fastpersist.commit.filesystem import absolute_path, close_quietly, filesystem, has_name, storage_errors
 from fastpersist.commit.freeing import freed_later, reserve
 from fastpersist.errors import ConfigError, InternalError, StorageError
 
@@ -184,7 +184,7 @@ def resolve_target(path: str, *, replace_links: bool = False) -> Target:
     Raises:
         StorageError: The path is a directory, or cannot be looked up.
     """
-    parent = os.path.realpath(os.path.dirname(os.path.abspath(path)))
+    parent = os.path.realpath(os.path.dirname(absolute_path(path)))
     if parent == "/dev" or parent.startswith(("/proc/", "/dev/fd")):
         return Target(path, why_not_replaceable="it names a device or an open descriptor, not a file")
     real = os.path.realpath(path)

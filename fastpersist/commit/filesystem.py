@@ -21,6 +21,7 @@ from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageEr
 
 __all__ = [
     "Filesystem",
+    "absolute_path",
     "allocate_pages",
     "close_quietly",
     "filesystem",
@@ -54,6 +55,16 @@ def storage_errors(operation: str, path: str) -> Iterator[None]:
         raise kind(error.errno, f"{operation} {path}: {error.strerror}", path) from error
 
 
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as it is from the root, so that a later chdir does not change what it names.
+
+    Raises:
+        StorageError: The path is relative, and the working directory was removed, or a parent of it cannot be read.
+    """
+    with storage_errors("looking up the working directory for", os.fspath(path)):
+        return os.path.abspath(path)
+
+
 @contextmanager
 def ignoring(sys_errno: int) -> Iterator[None]:
     """Let a StorageError with this errno end the block, and nothing more: what the block was to do is done already."""
@@ -73,7 +84,7 @@ def tell_free(error: BaseException, hint: str = "") -> None:
     """
     if not isinstance(error, NoSpaceError) or not isinstance(error.filename, str):
         return
-    directory = os.path.abspath(error.filename)
+    directory = absolute_path(error.filename)
     while not os.path.isdir(directory):
         directory = os.path.dirname(directory)
     said = [str(error)]
@@ -230,7 +241,7 @@ def make_directories(path: str) -> list[str]:
         StorageError: One of them cannot be made, or its name is that of something else.
     """
     missing: list[str] = []
-    above = os.path.abspath(path)
+    above = absolute_path(path)
     while not os.path.isdir(above):
         missing.insert(0, above)
         above = os.path.dirname(above)
@@ -268,9 +279,9 @@ def mount_of(path: str) -> Mount | None:
 
     Source: proc_pid_mountinfo(5). statfs has only a number, which ext2, ext3 and ext4 share.
     """
-    path = os.path.realpath(path)
     found = None
     try:
+        path = os.path.realpath(path)
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
             for line in mounts:
                 before, _, after = line.partition(" - ")
@@ -280,7 +291,7 @@ def mount_of(path: str) -> Mount | None:
                     type_name, source, *_ = after.split()
                     found = Mount(point, type_name, _unescaped(source), before.split()[5])
     except OSError:
-        return None  # no /proc: this is for people only
+        return None  # no /proc, or no working directory: this is for people only
     return found
 
 
@@ -326,7 +337,7 @@ def hint_at_make_parents(path: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        directory = os.path.dirname(os.path.abspath(path))
+        directory = os.path.dirname(absolute_path(path))
         if error.errno != errno.ENOENT or os.path.lexists(directory):
             raise
         hint = f"there is no directory {directory}: make it, or save with make_parents=True"

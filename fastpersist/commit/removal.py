@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Literal, NamedTuple
 
 from fastpersist.commit.file_commit import LEFTOVER_AGE_S, TOKEN_BYTES, hidden_prefix, is_live
-from fastpersist.commit.filesystem import filesystem, ignoring, storage_errors
+from fastpersist.commit.filesystem import absolute_path, filesystem, ignoring, storage_errors
 from fastpersist.commit.locks import Lock, claimed
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, StorageError
 from fastpersist.formats.manifest import MANIFEST_NAME
@@ -48,7 +48,7 @@ _read_when_replaced: set[str] = set()  # replaced directories that stayed, becau
 
 def resolve_final_path(path: str) -> str:
     """Return a path with the links of its parent followed, so that neither chdir nor a moved link changes it."""
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(absolute_path(path))
     if not name:
         raise ConfigError(f"{path} is no name for a checkpoint")
     return os.path.join(os.path.realpath(parent), name)

@@ -22,7 +22,7 @@ import torch
 
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
-from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.filesystem import absolute_path, filesystem
 from fastpersist.commit.step_listing import read_manifest
 from fastpersist.contents.pieces import Piece, read_pieces
 from fastpersist.contents.statistics import can_be_widened, in_parts
@@ -144,7 +144,7 @@ def convert(
     Thread safety: nobody else may use the source meanwhile.
     """
     started_s = time.monotonic()
-    out = os.path.abspath(path)
+    out = absolute_path(path)
     if not wish.overwrite:
         refuse_existing(out)
     targets = _targets(contents, wish)

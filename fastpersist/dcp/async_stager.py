@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fastpersist.commit.filesystem import absolute_path
 from fastpersist.dcp.capture import ShardedCapture
 from fastpersist.dcp.checkpoint_directory import StoragePath, find_others, keep_others
 from fastpersist.dcp.part_writer import Part
@@ -229,7 +230,7 @@ class CapturingWriter(StoragePath):
             directory: Replaces it.
             is_own: As in `find_others`.
         """
-        final_path = os.path.abspath(self._known_path("dcp.save"))
+        final_path = absolute_path(self._known_path("dcp.save"))
         for name, size_bytes in keep_others(find_others(final_path, is_own), final_path, directory.path):
             directory.add_written(name, size_bytes, None)  # without a CRC: the file may be long
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fastpersist.arguments import local_path
-from fastpersist.commit.filesystem import filesystem, is_there, storage_errors
+from fastpersist.commit.filesystem import absolute_path, filesystem, is_there, storage_errors
 from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
@@ -66,7 +66,7 @@ class StoragePath:
         """
         path = self._known_path("dcp.save")
         local_path(path)
-        return os.path.abspath(path)
+        return absolute_path(path)
 
 
 @dataclass(slots=True)

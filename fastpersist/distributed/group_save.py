@@ -21,7 +21,7 @@ from fastpersist import _native
 from fastpersist.arguments import local_path
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.file_commit import PendingFile
-from fastpersist.commit.filesystem import hint_at_make_parents
+from fastpersist.commit.filesystem import absolute_path, hint_at_make_parents
 from fastpersist.config import config_at
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.coordinator_file import CoordinatorFile
@@ -136,7 +136,7 @@ def together_with(
         return
     session = ranks.begin(path)
     try:
-        label = os.path.basename(os.path.abspath(path))
+        label = os.path.basename(absolute_path(path))
         yield SaveGroup(session, label, choose_writers(writers, ranks.nodes, tuned_count), check_replicas)
     except BaseException as error:
         session.fail(error)
@@ -295,7 +295,7 @@ def directory_save_together(
 
     Thread safety: any thread, but all ranks begin their saves in the same order.
     """
-    final_path = os.path.abspath(local_path(path))
+    final_path = absolute_path(local_path(path))
     with together_with(process_group, final_path, writers, check_replicas=check_replicas) as group:
         require_engine(engine)
         if group is not None and group.session.rank:

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from typing import Any, BinaryIO
 
 from fastpersist.arguments import local_path
-from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.commit.filesystem import absolute_path, open_regular, storage_errors
 from fastpersist.commit.locks import is_root_on
 from fastpersist.errors import FastPersistError
 from fastpersist.events.event import Event, Figure
@@ -160,7 +160,7 @@ def read_events(root: str | os.PathLike[str]) -> Iterator[Event]:
 
     Thread safety: any thread; each call reads anew.
     """
-    path = os.path.abspath(local_path(root, "root"))
+    path = absolute_path(local_path(root, "root"))
     yield from heapq.merge(*(_events_of_rank(path, name) for name in _names_in(path)), key=_time_of)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from fastpersist.cached import cached_property
-from fastpersist.commit.filesystem import open_regular, storage_errors
+from fastpersist.commit.filesystem import absolute_path, open_regular, storage_errors
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.errors import CheckpointNotFoundError, FastPersistError, FormatError, StorageError, UnsupportedError
 from fastpersist.formats import safetensors as safetensors_format
@@ -347,7 +347,7 @@ def _no_file(path: str, kind: str) -> StorageError:
 
 def _directory_kind(path: str) -> str:
     """Describe a directory for a message, and name the call that loads it."""
-    root, name = os.path.split(os.path.abspath(path))
+    root, name = os.path.split(absolute_path(path))
     names = set(os.listdir(path))
     step = step_of(name)
     if MANIFEST_NAME in names and step is not None:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeAlias
 
 from fastpersist.commit.directory_commit import committed_path, files_in, hold_for_reading
-from fastpersist.commit.filesystem import has_name, storage_errors
+from fastpersist.commit.filesystem import absolute_path, has_name, storage_errors
 from fastpersist.commit.locks import HeldDirectory
 from fastpersist.commit.step_listing import NO_FILE, read_manifest
 from fastpersist.errors import (
@@ -231,7 +231,7 @@ def require_replaceable(path: str, belongs: Callable[[str], object]) -> None:
 
 def _is_checkpoint(path: str) -> bool:
     """Tell whether a directory is a checkpoint and not a root: it has a manifest, or else the name of a step."""
-    name = os.path.basename(os.path.abspath(path))
+    name = os.path.basename(absolute_path(path))
     hidden = _LEFTOVER.fullmatch(name)
     if step_of(hidden["name"] if hidden else name) is not None:
         return True

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from fastpersist.arguments import local_path
-from fastpersist.commit.filesystem import filesystem
+from fastpersist.commit.filesystem import absolute_path, filesystem
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, FormatError, UnsupportedError
 from fastpersist.formats import npy
 from fastpersist.loading.checkpoint_file import CheckpointSource
@@ -83,7 +83,7 @@ def as_absolute(source: Source) -> Source:
     """Return the source for a process in another directory."""
 
     def absolute(path: str | os.PathLike[str]) -> str:
-        return os.path.abspath(local_path(path, "source"))
+        return absolute_path(local_path(path, "source"))
 
     if isinstance(source, str | os.PathLike):
         return absolute(source)
@@ -193,7 +193,7 @@ def _joined_positions(tables: Sequence[_Table]) -> torch.Tensor | None:
 def _open(
     given: Path, tensor: str | None, shape: Sequence[int] | None, dtype: torch.dtype | None, offset_bytes: int
 ) -> _Table:
-    path = os.path.abspath(local_path(given, "source"))
+    path = absolute_path(local_path(given, "source"))
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {dtype!r}; it must be a torch.dtype")
     try:

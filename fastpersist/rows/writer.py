@@ -34,7 +34,7 @@ import torch
 from fastpersist import _native
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.commit.file_commit import PendingFile, find_leftovers, is_being_written, resolve_target
-from fastpersist.commit.filesystem import filesystem, tell_free
+from fastpersist.commit.filesystem import absolute_path, filesystem, tell_free
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -238,7 +238,7 @@ class RowWriter(Uncopied):
         engine: str = "auto",
     ) -> None:
         require_bools(resume=resume, overwrite=overwrite)
-        self.path = os.path.abspath(local_path(path))
+        self.path = absolute_path(local_path(path))
         self.row_shape, self._row_bytes = row_layout(row_shape, dtype)
         self.dtype = dtype
         self._resume = resume

@@ -22,7 +22,7 @@ from typing import Protocol
 from fastpersist import _native
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.commit.directory_commit import Overwrite, PendingDirectory
-from fastpersist.commit.filesystem import hint_at_make_parents, make_directories
+from fastpersist.commit.filesystem import absolute_path, hint_at_make_parents, make_directories
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import FileEntry, checked_step, encode_manifest
 from fastpersist.saving.capture import Capture, Sources
@@ -222,7 +222,7 @@ class DirectorySave(Uncopied):
         self.captures: list[Capture] = []
         self._tasks: deque[Callable[[], None]] = deque()  # what the lane has yet to do; it may come to it much later
         require_bools(make_parents=make_parents)
-        final_path = os.path.abspath(local_path(path))
+        final_path = absolute_path(local_path(path))
         if make_parents:
             make_directories(os.path.dirname(final_path))
         hidden_in = None if pending_in is None else local_path(pending_in, "pending_in")

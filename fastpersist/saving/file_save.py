@@ -25,6 +25,7 @@ from fastpersist import _native
 from fastpersist.arguments import require_bools
 from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, resolve_target
 from fastpersist.commit.filesystem import (
+    absolute_path,
     close_quietly,
     filesystem,
     hint_at_make_parents,
@@ -131,7 +132,7 @@ class FileOptions:
         if not os.path.basename(path):
             raise ConfigError(f"{path} names a directory: a checkpoint is saved to a file, or by a Checkpointer")
         if self.make_parents:
-            make_directories(os.path.dirname(os.path.abspath(path)))
+            make_directories(os.path.dirname(absolute_path(path)))
         return resolve_target(path, replace_links=self.replace_links)
 
 

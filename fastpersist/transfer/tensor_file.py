@@ -26,7 +26,7 @@ from types import TracebackType
 import torch
 
 from fastpersist import _native
-from fastpersist.commit.filesystem import filesystem, reopened, storage_errors
+from fastpersist.commit.filesystem import absolute_path, filesystem, reopened, storage_errors
 from fastpersist.config import QUEUE_DEPTH_MAX, THREAD_COUNT_MAX, config_for
 from fastpersist.errors import ConfigError, FastPersistError
 from fastpersist.transfer.cuda import follow_caller, tell_of_pinning
@@ -125,7 +125,7 @@ class TensorFile:
         self._sync_error: FastPersistError | None = None
         try:
             self.path = os.fsdecode(path)
-            self._full_path = os.path.abspath(self.path)  # whatever directory the process is in later
+            self._full_path = absolute_path(self.path)  # whatever directory the process is in later
             os.fsencode(self.path)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path!r} is no path: {error}") from None

@@ -17,8 +17,9 @@ from support.sandbox import needs_root, small_filesystem
 
 import fastpersist as fp
 from fastpersist.arguments import byte_count
+from fastpersist.cli import main
 from fastpersist.commit.filesystem import tell_free
-from fastpersist.errors import ConfigError, NoSpaceError, UnsupportedError
+from fastpersist.errors import ConfigError, NoSpaceError, StorageError, UnsupportedError
 
 STATE = {"weight": torch.arange(5.0)}
 
@@ -116,6 +117,57 @@ def test_root_that_is_a_link_to_a_directory_is_one(tmp_path: Path) -> None:
     with fp.Checkpointer(tmp_path / "link") as checkpoints:
         checkpoints.save(1, STATE)
     assert (tmp_path / "real" / "step-00000001").is_dir()
+
+
+IN_NO_DIRECTORY: dict[str, Callable[[], object]] = {
+    "save": lambda: fp.save(STATE, "a.pt"),
+    "save, parents": lambda: fp.save(STATE, "a/b.pt", make_parents=True),
+    "save_async": lambda: fp.save_async(STATE, "a.pt"),
+    "DirectorySave": lambda: fp.DirectorySave("a"),
+    "DirectorySave, pending_in": lambda: fp.DirectorySave("/tmp/none", pending_in="a"),
+    "Checkpointer": lambda: fp.Checkpointer("a"),
+    "read_events": lambda: list(fp.events.read_events("a")),
+    "TensorFile": lambda: fp.TensorFile("a.bin", "w"),
+    "RowWriter": lambda: fp.RowWriter("a.npy", (4,), torch.float32),
+    "RowStore": lambda: fp.RowStore("a.npy", cache_bytes=0),
+}
+
+
+@pytest.fixture
+def no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the working directory be one that somebody has removed."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+
+@pytest.mark.parametrize("call", IN_NO_DIRECTORY.values(), ids=IN_NO_DIRECTORY)
+def test_relative_path_in_a_removed_directory_is_named(call: Callable[[], object], no_directory: None) -> None:
+    with pytest.raises(StorageError, match=r"looking up (the working directory for )?a") as caught:
+        call()
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", __file__, "a.pt"],
+        ["merge", "a", "b.pt"],
+        ["rows", "info", "a.npy"],
+        ["watch", "a", "--once"],
+        ["tune", "."],
+        ["tune", "/", "--output", "a.toml"],
+        ["demo"],
+    ],
+    ids=" ".join,
+)
+def test_commands_in_a_removed_directory_end_with_one_line(
+    words: list[str], no_directory: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 # --- what else is mistaken for another thing

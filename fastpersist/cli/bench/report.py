@@ -22,7 +22,7 @@ import fastpersist
 from fastpersist.cli.argument_types import size_name
 from fastpersist.cli.bench.fio import fio_version
 from fastpersist.cli.bench.rows import Measured
-from fastpersist.commit.filesystem import Mount, mount_of
+from fastpersist.commit.filesystem import Mount, mount_of, storage_errors
 
 __all__ = [
     "StateResult",
@@ -97,10 +97,12 @@ def machine_facts(directory: str) -> dict[str, Any]:
 
     `read_ahead_kb`, of the disk, is what a fault of a mapped file reads: it belongs beside each figure of such a file.
     """
+    with storage_errors("looking up", directory):
+        real_directory = os.path.realpath(directory)
     mount = mount_of(directory) or Mount("", "unknown", "unknown", "")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "directory": os.path.realpath(directory),
+        "directory": real_directory,
         "device": mount.source,
         "device_model": _device_model(mount.source),
         "file_system": mount.type_name,

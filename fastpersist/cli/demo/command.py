@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _workplace(kept_in: str | None) -> Iterator[Path]:
     """Make a working directory on the user's disk; remove it unless the user chose the place."""
-    from fastpersist.commit.filesystem import storage_errors
+    from fastpersist.commit.filesystem import absolute_path, storage_errors
 
     prefix = "fastpersist-demo-"
     if kept_in is not None:
@@ -89,8 +89,9 @@ def _workplace(kept_in: str | None) -> Iterator[Path]:
             directory = tempfile.mkdtemp(prefix=prefix, dir=kept_in)
         yield Path(directory)
         return
-    with storage_errors("creating a directory here (--dir DIR chooses another place):", os.getcwd()):
-        removed = tempfile.TemporaryDirectory(prefix=prefix, dir=os.getcwd())
+    here = absolute_path(".")
+    with storage_errors("creating a directory here (--dir DIR chooses another place):", here):
+        removed = tempfile.TemporaryDirectory(prefix=prefix, dir=here)
     with removed as directory:
         yield Path(directory)
 

@@ -146,14 +146,14 @@ def _tell(line: str) -> None:
 
 def _place(arguments: argparse.Namespace) -> str:
     """Return the tuning file's path; raise before measuring if it cannot be written."""
-    from fastpersist.commit.filesystem import storage_errors
+    from fastpersist.commit.filesystem import absolute_path, storage_errors
     from fastpersist.config import tuning_path
     from fastpersist.errors import ConfigError
 
     if not os.path.isdir(arguments.directory):
         raise ConfigError(f"{arguments.directory} is no directory; name one on the disk that shall be tuned for")
     if arguments.output is not None:
-        if os.path.isdir(arguments.output) or not os.path.isdir(os.path.dirname(os.path.abspath(arguments.output))):
+        if os.path.isdir(arguments.output) or not os.path.isdir(os.path.dirname(absolute_path(arguments.output))):
             raise ConfigError(f"--output {arguments.output} is no name for a file in a directory that is there")
         return str(arguments.output)
     with storage_errors("opening", arguments.directory):

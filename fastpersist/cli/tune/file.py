@@ -59,7 +59,8 @@ def write_tuning(path: str, text: str, settings: Mapping[str, Any], *, make_pare
     Raises:
         StorageError: It cannot be written; nothing has changed.
     """
-    path = os.path.realpath(path)  # a file that is a link stays one
+    with storage_errors("looking up", path):
+        path = os.path.realpath(path)  # a file that is a link stays one
     directory = os.path.dirname(path)
     if make_parents:
         make_directories(directory)

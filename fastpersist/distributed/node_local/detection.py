@@ -42,7 +42,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from fastpersist.commit.directory_commit import PendingDirectory
-from fastpersist.commit.filesystem import filesystem, is_there, make_directories, mount_of
+from fastpersist.commit.filesystem import absolute_path, filesystem, is_there, make_directories, mount_of
 from fastpersist.commit.locks import ROOT_LOCK_NAME
 from fastpersist.distributed.file_agreement import ask, hear_all
 from fastpersist.distributed.messages import decoded, encoded, named, preferring_failure_of_others
@@ -289,7 +289,7 @@ class StoreSeeker:
     """
 
     def __init__(self, path: str, rank: int, stores: Stores | None) -> None:
-        self._path = os.path.abspath(path)
+        self._path = absolute_path(path)
         self._rank = rank
         self._stores = stores
         self._pending: PendingDirectory | None = None
