@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fastpersist.commit.filesystem import storage_errors
 from fastpersist.dcp.load_state import load_sharded_state
 from fastpersist.dcp.metadata import METADATA_NAME, read_metadata
 from fastpersist.dcp.part_reader import PartReader, require_place
@@ -77,7 +78,8 @@ def require_all_shards(path: str, record: PartsRecord) -> None:
         UnsupportedError: A part is not here; the message says whose, and where it was written.
     """
     metadata, _ = read_metadata(os.path.join(path, METADATA_NAME))
-    here = set(os.listdir(path))
+    with storage_errors("listing", path):
+        here = set(os.listdir(path))
     missing = sorted({info.relative_path for info in (metadata.storage_data or {}).values()} - here)
     if missing:
         writers = {writer_of(name) for name in missing}

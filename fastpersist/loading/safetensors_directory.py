@@ -71,11 +71,9 @@ def file_names(directory: str) -> list[str]:
 
     Raises:
         CheckpointNotFoundError: There are none.
+        StorageError: The directory cannot be listed.
     """
-    try:
-        found = _names_in(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        found = []
+    found = _names_in(directory)
     if SINGLE_NAME in found:
         return [SINGLE_NAME]
     if not found:
@@ -85,7 +83,12 @@ def file_names(directory: str) -> list[str]:
 
 
 def _names_in(directory: str) -> list[str]:
-    return sorted(name for name in os.listdir(directory) if name.endswith(_SUFFIX) and not name.startswith("."))
+    with storage_errors("listing", directory):
+        try:
+            names = os.listdir(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+    return sorted(name for name in names if name.endswith(_SUFFIX) and not name.startswith("."))
 
 
 def open_all(directory: str, stack: ExitStack) -> list[CheckpointSource]:

@@ -130,7 +130,8 @@ class WeightSource:
     # --- opening
 
     def _open_directory(self) -> None:
-        names = sorted(os.listdir(self.path))
+        with storage_errors("listing", self.path):
+            names = sorted(os.listdir(self.path))
         indexes = [name for name in names if name.endswith(_INDEX_SUFFIX)]
         shards = [name for name in names if name.endswith(".safetensors")]
         if len(indexes) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from contextlib import ExitStack
@@ -22,6 +23,18 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 
 nothing_is_left_behind = leaks.nothing_is_left_behind
+
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for call in (fp.load_into, lambda path, model: fp.stream(model, path)):
+        with pytest.raises(fp.StorageError, match=f"listing {tmp_path}: Permission denied") as caught:
+            call(tmp_path, torch.nn.Linear(1, 1, device="meta"))
+        assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(tmp_path))
 
 
 class Tied(torch.nn.Module):
