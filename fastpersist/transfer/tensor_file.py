@@ -384,7 +384,8 @@ class TensorFile:
             raise self._sync_error
         with self._lock:
             self._opened()
-            fd = os.dup(self._fds[0])  # other threads go on meanwhile, and may close the file
+            with storage_errors("syncing", self.path):
+                fd = os.dup(self._fds[0])  # other threads go on meanwhile, and may close the file
         try:
             native.raise_lost_writes()
             filesystem().sync(fd, self.path)

@@ -524,6 +524,20 @@ def test_sync_makes_bytes_and_a_new_name_durable_wherever_the_process_is(
         assert recorded.seen == [("sync", str(tmp_path / "sub/file"))]
 
 
+def test_a_sync_without_a_free_descriptor_names_the_file_and_may_be_tried_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with fp.TensorFile(path, "w") as file:
+        with monkeypatch.context() as limit:
+            limit.setattr(os, "dup", refuse)
+            with pytest.raises(StorageError, match=f"syncing {path}: Too many open files"):
+                file.sync()
+        file.sync()
+
+
 def test_a_sync_that_failed_is_not_forgotten(path: Path) -> None:
     with fp.TensorFile(path, "w") as file:
         file.write(torch.zeros(10))
