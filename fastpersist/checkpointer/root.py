@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastpersist.commit.directory_commit import RootLock, remove_directory, sweep_directories
-from fastpersist.commit.filesystem import filesystem, ignoring, make_directories
+from fastpersist.commit.filesystem import filesystem, ignoring, make_directories, storage_errors
 from fastpersist.commit.locks import is_root_on
 from fastpersist.commit.removal import remove_replaced_before
 from fastpersist.commit.step_listing import (
@@ -255,7 +255,8 @@ class Root:
         self._unlock()
         self._refuse_unmounted()
         made = make_directories(self.path)
-        self._device = os.stat(self.path).st_dev
+        with storage_errors("looking up", self.path):
+            self._device = os.stat(self.path).st_dev
         timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
         self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
         sweep_directories(self.path, _STEP_PATTERN, locks_work=self._root_lock.excludes_others)
@@ -267,7 +268,8 @@ class Root:
         above = self.path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
-        device = os.stat(above).st_dev
+        with storage_errors("looking up", above):
+            device = os.stat(above).st_dev
         if self._device is None or is_root_on(self.path, device, self._device):
             return
         was, now = (f"{os.major(number)}:{os.minor(number)}" for number in (self._device, device))

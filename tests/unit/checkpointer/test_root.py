@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,32 @@ def test_lock_is_taken_once_and_again_after_the_directory_went_away(tmp_path: Pa
     root.release()
     assert other.take() == []
     other.release()
+
+
+def test_each_look_at_the_root_that_fails_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, path = os.stat, str(tmp_path)
+    until_failure = 0
+    failures = []
+
+    def failing(what: Any, **options: Any) -> os.stat_result:
+        nonlocal until_failure
+        until_failure -= what == path
+        if until_failure == 0 and what == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(what, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    for nth in range(1, 10):
+        root, until_failure = Root(path, RetentionPolicy()), nth
+        try:
+            root.take()
+        except fp.StorageError as error:
+            failures.append(error.filename)
+        root.release()
+    assert len(failures) >= 2
+    assert set(failures) == {path}
 
 
 def test_steps_that_were_put_there_meanwhile_are_known_once_the_lock_is_taken_again(tmp_path: Path) -> None:
