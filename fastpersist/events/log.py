@@ -3,8 +3,8 @@
     root/events.jsonl             of rank 0; root/events-rank-00001.jsonl and so on of the others
     root/events.jsonl.1           what was `events.jsonl` until that had 8 MiB
 
-A line is appended by one write, and never synced, because nothing depends on the log. So a crash may cut the last line.
-The next process that appends ends this line, and readers skip it.
+A line is appended by one write, and never synced, because nothing depends on the log. So a crash or a full disk may
+cut the last line. Whoever appends next ends this line, and readers skip it.
 """
 
 from __future__ import annotations
@@ -100,13 +100,16 @@ class EventLog:
         fd = os.open(self._path, flags, 0o666)
         try:
             size_bytes = os.fstat(fd).st_size
-            if not self._has_looked:
-                self._has_looked = True
-                if size_bytes and not _ends_a_line(self._path, size_bytes):
-                    os.write(fd, b"\n")
+            if not self._has_looked and size_bytes and not _ends_a_line(self._path, size_bytes):
+                os.write(fd, b"\n")
+            self._has_looked = False  # if a full disk cuts a line, the next call ends it
             while self._waiting:
-                size_bytes += os.write(fd, self._waiting[0])
+                rest = self._waiting[0]
+                while rest:
+                    written_bytes = os.write(fd, rest)
+                    size_bytes, rest = size_bytes + written_bytes, rest[written_bytes:]
                 self._waiting.popleft()
+            self._has_looked = True
         finally:
             os.close(fd)
         if self._saves and size_bytes >= _SIZE_MAX_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -70,6 +71,28 @@ def test_cut_line_costs_itself_only(tmp_path: Path) -> None:
     assert [event.time_s for event in read_events(tmp_path)] == [1]
     EventLog(str(tmp_path), 0).append(event_at(3.0, tmp_path))
     assert [event.time_s for event in read_events(tmp_path)] == [1, 3]
+
+
+def test_line_that_a_full_disk_cuts_costs_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, room_bytes = os.write, 100
+
+    def write_where_there_is_room(fd: int, data: bytes) -> int:
+        nonlocal room_bytes
+        if not room_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written_bytes = write(fd, data[:room_bytes])
+        room_bytes -= written_bytes
+        return written_bytes
+
+    of_root = EventLog(str(tmp_path), 0)
+    of_root.append(event_at(1.0, tmp_path))
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_where_there_is_room)
+        for time_s in (2.0, 3.0):
+            of_root.append(event_at(time_s, tmp_path))
+    for time_s in (4.0, 5.0):
+        of_root.append(event_at(time_s, tmp_path))
+    assert [event.time_s for event in read_events(tmp_path)] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(

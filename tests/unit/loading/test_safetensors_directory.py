@@ -25,7 +25,6 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
 
-
 def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> list[str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
