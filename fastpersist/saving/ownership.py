@@ -39,6 +39,10 @@ _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose st
 _STEP_CODE = Optimizer.profile_hook_step(len).__code__  # of what torch wraps around each optimizer's step
 
 
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
+"""What torch raises for the storage of a tensor that has none; ValueError, for a parameter of a lazy module."""
+
+
 @functools.lru_cache(maxsize=256)
 def _wraps(kind: type) -> bool:
     """Tell whether tensors of a type have their elements in tensors inside them (DTensor …)."""
@@ -61,7 +65,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what identifies the one storage of a plain tensor while it lives; None where there is none."""
     try:
         key: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
+    except _NO_STORAGE:
         return None
     return key
 
@@ -91,7 +95,7 @@ def _held_by(tensors: list[torch.Tensor]) -> Holders:
     if PLAIN_TYPES.issuperset(map(type, tensors)):
         try:
             return Holders(tensors, [storage._cdata for storage in map(torch.Tensor.untyped_storage, tensors)])
-        except (NotImplementedError, RuntimeError):  # one of them has no storage
+        except _NO_STORAGE:
             pass
     found = Holders([], [])
     for tensor in tensors:
@@ -173,7 +177,7 @@ class Owners:
 
     def constant(self) -> Holders:
         """Find the storages that were declared constant, without those that an optimizer trains all the same."""
-        if self._constant == []:
+        if isinstance(self._constant, list) and not self._constant:
             return Holders([], [])
         trained = {
             key

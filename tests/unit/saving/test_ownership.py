@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,7 +120,9 @@ def test_constants_are_found_at_every_save(named: Callable[[torch.nn.Module], ob
         assert set(owners.constant().held) == expected
 
 
-@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn()])
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn(), torch.nn.UninitializedParameter()]
+)
 def test_tensors_without_a_storage_have_no_key(tensor: torch.Tensor) -> None:
     assert storage_keys(tensor) == []
     assert storage_key(tensor) is None
@@ -128,6 +131,20 @@ def test_tensors_without_a_storage_have_no_key(tensor: torch.Tensor) -> None:
     optimizer.state[parameter] = {"odd": tensor}
     assert set(Owners(optimizer, tensor).stable()[0].held) == {key_of(parameter)}
     assert Owners(optimizer, tensor).constant() == ([], [])
+
+
+@pytest.mark.filterwarnings("ignore:torch.load, fp.load")  # a load with weights_only=True wants its class allowed
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_lazy_module_is_saved_before_its_first_run(has_optimizer: bool, tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if has_optimizer else None
+    fp.save_async(module.state_dict(), tmp_path / "async.pt", optimizer=optimizer).result()
+    with fp.Checkpointer(tmp_path, optimizer=optimizer) as checkpoints:
+        checkpoints.save(1, module.state_dict())
+    for path in (tmp_path / "async.pt", tmp_path / "step-00000001" / "state.pt"):
+        loaded = torch.load(path, weights_only=False)
+        assert torch.nn.parameter.is_lazy(loaded["0.weight"])
+        assert torch.equal(loaded["1.weight"], module[1].weight)
 
 
 def test_subclass_that_wraps_tensors_has_the_keys_of_those_inside() -> None:
