@@ -77,8 +77,8 @@ def save(
         obj: Any object that torch.save takes: tensors of any dtype, layout and device inside any picklable object. For
             a safetensors file: a dict of str to dense, contiguous tensors that share no memory.
         path: The file; symbolic links are followed. If a rename cannot replace it (a FIFO, a device, a file with
-            several hard links), torch.save writes it, and the log says so. A file object is passed to torch.save; its
-            owner flushes and syncs it.
+            several hard links), torch.save writes it, and the log says so; if that fails, the old file is lost. A file
+            object is passed to torch.save; its owner flushes and syncs it.
         durable: Return only when the file survives a loss of power. Without it, a part may be in memory only.
         checksum: Compute and record CRC-32s. Without it they are zero, like those of torch.save without CRCs.
         progress: Show bytes, rate and remaining time on standard error; not with several ranks.

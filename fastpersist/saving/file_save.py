@@ -356,7 +356,14 @@ def _save_in_place(obj: object, path: str, options: FileOptions, why: str, start
     if is_safetensors(path, options.file_format):
         raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
     _log.warning("torch.save itself writes %s, in place and without our guarantees: %s", path, why)
-    stock_save(obj, path)
+    try:
+        stock_save(obj, path)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # not torch's writer, but the pickling of the object
+        lost = ", and what it held before is lost" if os.path.isfile(path) else ""
+        message = f"torch.save could not write {path} in place ({why}){lost}: {error}"
+        raise StorageError(getattr(error, "errno", None), message, path) from error
     written_s = time.monotonic()
     size_bytes = 0
     if os.path.isfile(path):

@@ -7,6 +7,7 @@ import io
 import logging
 import mmap
 import os
+import resource
 import stat
 import threading
 import zipfile
@@ -163,6 +164,11 @@ def test_archive_is_named_as_torch_names_it_for_a_link(tmp_path: Path) -> None:
 
 # --- what no rename can replace
 
+SAVES: dict[str, Callable[..., Any]] = {
+    "save": lambda *arguments, **options: fp.save(*arguments, **options).engine,
+    "save_async": lambda *arguments, **options: fp.save_async(*arguments, **options).stats.engine,
+}
+
 
 def test_hard_linked_file_is_written_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, other = tmp_path / "model.pt", tmp_path / "other.pt"
@@ -176,6 +182,23 @@ def test_hard_linked_file_is_written_in_place(tmp_path: Path, caplog: pytest.Log
     (warning,) = in_place_warnings(caplog)
     assert str(path) in warning
     assert "2 hard links" in warning
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_hard_linked_file_that_grows_beyond_the_limit_is_named_as_lost(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save(make_state(1), path)
+    os.link(path, tmp_path / "other.pt")
+
+    def work(report: Report) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # as on a disk without more room
+        with pytest.raises(
+            StorageError, match=rf"{path} in place \(it has 2 hard links.*held before is lost"
+        ) as caught:
+            SAVES[way]({"w": torch.ones(1 << 20)}, path)
+        assert caught.value.filename == str(path)
+
+    run_in_child(work)
 
 
 def test_fifo_gets_the_whole_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, leak_check: None) -> None:
@@ -243,12 +266,6 @@ def test_bind_mounted_file_is_written_in_place(tmp_path: Path, caplog: pytest.Lo
     (warning,) = in_place_warnings(caplog)
     assert "mounted" in warning
     assert pending_files(tmp_path) == []
-
-
-SAVES: dict[str, Callable[..., Any]] = {
-    "save": lambda *arguments, **options: fp.save(*arguments, **options).engine,
-    "save_async": lambda *arguments, **options: fp.save_async(*arguments, **options).stats.engine,
-}
 
 
 @pytest.mark.parametrize("way", SAVES)
