@@ -29,6 +29,7 @@ from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 from fastpersist.saving.pending_save import Lane, PendingSave, SaveStats
 from fastpersist.saving.refused_globals import warn_caller, warn_of_globals
+from fastpersist.saving.skeleton import pickle_skeleton
 from fastpersist.transfer.arena import Arena
 
 __all__ = ["SaveQueue", "ShardedSaver", "StepSave", "StepSaver", "checked_metrics", "step_of"]
@@ -123,6 +124,7 @@ class StepSaver:
         self._lane = Lane("fastpersist-save")
         self._removal_lane = Lane("fastpersist-rm")  # its own thread: the next save does not wait for a removal
         self._known_keys: tuple[str, ...] | None = None
+        self._pickle = b""  # of the state that was saved last, until it is told what a load would refuse
         self._why_volatile: str | None = None  # of the last save; None on followers, which tell nothing
         self._why_told = ""
 
@@ -189,6 +191,7 @@ class StepSaver:
         if keys != self._known_keys:
             self._known_keys = keys
             self._warn_of(state)
+        self._pickle = b""
 
     def await_removals(self) -> bool:
         """Wait until the steps that are being removed are gone; return False if there are none."""
@@ -202,6 +205,7 @@ class StepSaver:
     def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
         """Save the coordinator's part of the state into the directory."""
         directory.save(step.state, STATE_NAME, owners=self._owners)
+        self._pickle = directory.pickles[-1]
 
     def _begin_follower(self, step: StepSave, peer: FollowerSave) -> None:
         """Save a follower's part of the state."""
@@ -209,7 +213,7 @@ class StepSaver:
 
     def _warn_of(self, state: object) -> None:
         """Warn of what a default load would refuse."""
-        warn_of_globals(state)
+        warn_of_globals(self._pickle)
 
 
 class ShardedSaver(StepSaver):
@@ -241,7 +245,9 @@ class ShardedSaver(StepSaver):
         objects: dict[str, Any] = {}
         changed: list[str] = []
         _find_objects(state, "", objects, changed)
-        warn_of_globals(objects)
+        with suppress(Exception):  # DCP pickles each object later, and says what fails then
+            self._pickle = pickle_skeleton(objects).pickle
+        warn_of_globals(self._pickle)
         if changed:
             warn_caller(
                 f"the keys of {', '.join(map(repr, changed[:5]))} are not all text; in sharded state, as in DCP, they "

@@ -150,7 +150,7 @@ def save_together(obj: object, path: str, group: SaveGroup, options: FileOptions
     container = options.plan(obj, path)
     if group.session.rank:
         return _write_part(container, path, group, options.durable, options.engine, started_s)
-    warn_of_file(container, obj)
+    warn_of_file(container)
     return _write_and_publish(container, path, group, options, started_s)
 
 

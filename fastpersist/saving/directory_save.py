@@ -26,7 +26,7 @@ from fastpersist.commit.filesystem import absolute_path, hint_at_make_parents, m
 from fastpersist.errors import ConfigError, SkippedError
 from fastpersist.formats.manifest import FileEntry, checked_step, encode_manifest
 from fastpersist.saving.capture import Capture, Sources
-from fastpersist.saving.containers import Container, container_for
+from fastpersist.saving.containers import Container, TorchZipContainer, container_for
 from fastpersist.saving.directory_files import DirectoryFiles, FileProducer, RankSession, WriteSite, manifest_now
 from fastpersist.saving.file_save import FileOptions, save_file
 from fastpersist.saving.ownership import Owners, Ownership, step_count
@@ -220,6 +220,7 @@ class DirectorySave(Uncopied):
         self._failed = False
         self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
         self.captures: list[Capture] = []
+        self.pickles: list[bytes] = []  # of what `save` was given, for a warning
         self._tasks: deque[Callable[[], None]] = deque()  # what the lane has yet to do; it may come to it much later
         require_bools(make_parents=make_parents)
         final_path = absolute_path(local_path(path))
@@ -304,6 +305,7 @@ class DirectorySave(Uncopied):
             )
         self._files.add(name)
         self.captures.append(capture)
+        self.pickles.append(container.skeleton.pickle if isinstance(container, TorchZipContainer) else b"")
         self._stats.plan_s += time.monotonic() - started_s
         self._pending.begin(capture, lambda: self._submit(lambda: self._write_file(name, planned, snapshot)))
         self._stats.stall_s += time.monotonic() - started_s

@@ -146,7 +146,7 @@ def save_file(obj: object, path: str, options: FileOptions, *, progress: bool = 
     if why_in_place is not None:
         return _save_in_place(obj, path, options, why_in_place, started_s)
     container = options.plan(obj, path)
-    warn_of_file(container, obj)
+    warn_of_file(container)
     planned_s = time.monotonic()
     file = None
     try:

@@ -31,7 +31,7 @@ from fastpersist.saving.sources import Holders, StorageFacts, facts_of
 from fastpersist.transfer.tensor_memory import PLAIN_TYPES
 from fastpersist.transfer.torch_boundary import no_tag, torch_functions
 
-__all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton", "reduced_types"]
+__all__ = ["PICKLE_PROTOCOL", "ZERO_TENSOR", "Skeleton", "pickle_skeleton"]
 
 PICKLE_PROTOCOL = 2
 """What torch.save writes and torch.load(weights_only=True) reads."""
@@ -267,31 +267,6 @@ def _pickled(obj: object) -> Skeleton:
     # Storages without memory behind them (meta, fake) are refused by torch here, before any file is touched.
     storages = [storage.cpu() if storage.device.type == "meta" else storage for storage in found.storages]
     return Skeleton(file.getvalue(), storages, facts_of(storages), found.holders(), found.wrappers, found.cut_bytes)
-
-
-class _ReducedTypes(_Storages):
-    """Notes, of each class that is neither built in nor torch's tensors, what the first object of it is reduced to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[type, tuple[Any, ...]] = {}
-
-    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
-        kind = type(obj)
-        if kind not in self._kind_of and kind.__module__ != "builtins" and not isinstance(obj, type):
-            if _kind(obj) is _Kind.OTHER:
-                reduce = copyreg.dispatch_table.get(kind)  # as a pickler does: a torch.layout has nothing else
-                reduced = obj.__reduce_ex__(PICKLE_PROTOCOL) if reduce is None else reduce(obj)
-                if isinstance(reduced, tuple):
-                    self.found[kind] = reduced
-        return super().persistent_id(obj)
-
-
-def reduced_types(obj: object) -> dict[type, tuple[Any, ...]]:
-    """Return, by class, what the first object of it in the tree is reduced to (as by `__reduce_ex__`)."""
-    found = _ReducedTypes()
-    _SkeletonPickler(io.BytesIO(), found).dump(obj)
-    return found.found
 
 
 def _refuse_zeros(pickled: bytes, keys: set[str]) -> None:

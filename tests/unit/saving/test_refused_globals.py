@@ -9,6 +9,7 @@ import importlib
 import pathlib
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,41 @@ from fastpersist.integrations import torch_save
 class Kind(enum.Enum):
     SMALL = 1
 
+
+class Counted:
+    """Counts how often it is pickled."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getstate__(self) -> dict[str, int]:
+        self.count += 1
+        return {"count": self.count}
+
+
+class Once:
+    """Can be pickled once, as a handle that is handed over."""
+
+    def __init__(self) -> None:
+        self.is_there = True
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        if not self.is_there:
+            raise RuntimeError("handed over already")
+        self.is_there = False
+        return Once, ()
+
+
+def save_step(state: Any, path: Path) -> None:
+    with fp.Checkpointer(path.parent / "run") as checkpoints:
+        checkpoints.save(1, state)
+
+
+SAVES: dict[str, Callable[[Any, Path], object]] = {
+    "save": fp.save,
+    "save_async": lambda state, path: fp.save_async(state, path).result(),
+    "Checkpointer": save_step,
+}
 
 STATES: dict[str, Any] = {
     "namespace": {"model": torch.ones(3), "args": argparse.Namespace(lr=0.1, path=pathlib.Path("run"))},
@@ -59,6 +95,14 @@ def test_the_keys_are_named(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning) as caught:
         fp.save({"model": torch.ones(1), "a": argparse.Namespace(), "b": [Kind.SMALL]}, tmp_path / "state.pt")
     assert f"key 'a' needs argparse.Namespace; key 'b' needs {__name__}.Kind" in str(caught[0].message)
+
+
+@pytest.mark.filterwarnings("ignore:torch.load, fp.load")
+@pytest.mark.parametrize("way", SAVES)
+def test_code_of_the_object_runs_once(way: str, tmp_path: Path) -> None:
+    counted = Counted()
+    SAVES[way]({"counted": counted, "once": Once(), "w": torch.ones(1)}, tmp_path / "state.pt")
+    assert counted.count == 1
 
 
 @pytest.mark.parametrize(
