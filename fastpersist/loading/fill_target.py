@@ -387,7 +387,7 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
     known = {id(pair.target) for pair in pairs} if ties else set()
     keys.missing_keys.extend(name for name, tensor in missing if id(tensor) not in known)
     refused = keys if wanted.keys is None else IncompatibleKeys([], keys.unexpected_keys)
-    refuse_misfit(path, problems, refused, strict=wanted.strict)
+    refuse_misfit(path, problems, refused, strict=wanted.strict, targets=[entry.module for entry in modules])
     return pairs, modules, keys
 
 

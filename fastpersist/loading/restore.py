@@ -450,7 +450,8 @@ def _plan(
                 plan.add((key,), str(key), target, loaded[key])
         held = ", ".join(str(name) for name in list(loaded)[:_SHOWN_COUNT]) or "nothing"
         plan.problems += missing_keys(loaded, into, choice.unmatched, f"the file, which holds {held}")
-    refuse_misfit(source.path, plan.problems, plan.keys, strict=plan.strict)
+    targets = [into.target] if isinstance(into, _Whole) else into.values()
+    refuse_misfit(source.path, plan.problems, plan.keys, strict=plan.strict, targets=targets)
     plan.follow_file_where_memory_is_shared()
     return plan
 

@@ -108,9 +108,23 @@ def misfit_of_shape(name: str, own: Sequence[int], saved: Sequence[int], where: 
 
 
 def refuse_misfit(
-    path: str, problems: Sequence[str], keys: IncompatibleKeys, *, strict: bool, where: str = "file"
+    path: str,
+    problems: Sequence[str],
+    keys: IncompatibleKeys,
+    *,
+    strict: bool,
+    where: str = "file",
+    targets: Iterable[object] = (),
 ) -> None:
     """Refuse a target that does not fit; without `strict`, names that only one side has are accepted.
+
+    Args:
+        path: Of the file, for messages.
+        problems: What does not fit, one sentence each.
+        keys: The names that only one side has.
+        strict: As above.
+        where: What holds the state, for messages.
+        targets: What was to be filled. The message says so if their hooks may know the names of the file.
 
     Raises:
         ConfigError: The target does not fit; the message lists every difference.
@@ -119,7 +133,20 @@ def refuse_misfit(
     found += problems
     found += [f"{name} is in the {where}, but not in the target" for name in keys.unexpected_keys] if strict else []
     if found:
-        raise misfit(path, found)
+        refusal = misfit(path, found)
+        if strict and keys.missing_keys and any(map(_has_load_hooks, targets)):
+            refusal.args = (f"{refusal}{_HOOKS_MAY_RENAME}",)
+        raise refusal
+
+
+_HOOKS_MAY_RENAME = (
+    ". Hooks of load_state_dict in the target may rename what an older file holds; such a file needs fastpersist.load "
+    "and the module's own load_state_dict"
+)
+
+
+def _has_load_hooks(target: object) -> bool:
+    return isinstance(target, torch.nn.Module) and any(module._load_state_dict_pre_hooks for module in target.modules())
 
 
 def missing_keys(

@@ -312,3 +312,16 @@ def test_target_that_refuses_its_state_is_named_and_so_is_what_changed(path: Pat
     with pytest.raises(fp.ConfigError, match=r"proud refused .*LookupError: no, not {'a': 1}.*overwritten.*: w, proud"):
         load(path, {"w": torch.zeros(2), "proud": Proud()}, on_filled=touched.append)
     assert touched == ["w", "proud"]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_hooks_that_may_rename_are_told_of(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"old{suffix}"
+    fp.save({"weight_g": torch.ones(3, 1), "weight_v": torch.ones(3, 3), "bias": torch.ones(3)}, path)
+    new = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 3))
+    with pytest.raises(fp.ConfigError, match=r"original0 is in the target.*Hooks of load_state_dict in the target may"):
+        fp.load_into(path, new)
+    new.load_state_dict(fp.load(path))
+    with pytest.raises(fp.ConfigError) as caught:
+        fp.load_into(path, torch.nn.Linear(3, 3))
+    assert "Hooks" not in str(caught.value)
