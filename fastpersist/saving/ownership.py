@@ -12,6 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -37,10 +38,7 @@ __all__ = [
 _step_count = 0  # steps of all optimizers since the first save that a step waits for
 _replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose steps are CUDA graphs: no hook runs
 _STEP_CODE = Optimizer.profile_hook_step(len).__code__  # of what torch wraps around each optimizer's step
-
-
-_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
-"""What torch raises for the storage of a tensor that has none; ValueError, for a parameter of a lazy module."""
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)  # ValueError: a parameter of a lazy module
 
 
 @functools.lru_cache(maxsize=256)
@@ -210,7 +208,7 @@ def _is_inside_step() -> bool:
     A hook of ours would not see the step in which the first save of a process is made, nor that a step has raised an
     error. In a hook after the step, `out` is what the step has returned.
     """
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _STEP_CODE and "out" not in frame.f_locals:
             return True
