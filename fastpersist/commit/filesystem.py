@@ -30,6 +30,7 @@ __all__ = [
     "ignoring",
     "is_there",
     "make_directories",
+    "has_name",
     "open_regular",
     "reopened",
     "storage_errors",
@@ -322,7 +323,7 @@ def has_name(path: str) -> bool:
     with storage_errors("looking up", path):
         try:
             os.lstat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
     return True
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from fastpersist.arguments import byte_count, local_path
+from fastpersist.commit.filesystem import has_name
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
 from fastpersist.rows.ids import plain_array
@@ -78,7 +79,7 @@ def pack_rows(
     """
     rows = source if isinstance(source, RowSource) else open_rows(source)
     name = local_path(path)
-    if os.path.lexists(name):
+    if has_name(name):
         raise ConfigError(f"{name} exists; a packed table replaces nothing: remove it, or choose another name")
     if memory_bytes is None:
         memory_bytes = available_host_bytes() // 2

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from fastpersist import _native
+from fastpersist.commit.filesystem import has_name, storage_errors
 from fastpersist.errors import ChecksumError, FormatError
 from fastpersist.formats.safetensors import Entry
 from fastpersist.loading.checkpoint_file import CheckpointSource
@@ -88,8 +89,16 @@ class Sidecar:
 
 
 def sidecar_path(path: str) -> str:
-    """Return the path of a table's sidecar, whichever name of the table is given."""
-    return os.path.realpath(path) + _SUFFIX
+    """Return the path of a table's sidecar, whichever name of the table is given.
+
+    Raises:
+        StorageError: The name cannot be looked up: it may be a link, and the sidecar elsewhere.
+    """
+    with storage_errors("looking up", path):
+        try:
+            return os.path.realpath(path, strict=True) + _SUFFIX
+        except (FileNotFoundError, NotADirectoryError):  # there is no table yet
+            return os.path.realpath(path) + _SUFFIX
 
 
 def save_sidecar(path: str, facts: Sidecar, positions: torch.Tensor | None, *, engine: str) -> None:
@@ -125,7 +134,7 @@ def read_sidecar(path: str) -> Sidecar | None:
         StorageError: It cannot be read.
     """
     name = sidecar_path(path)
-    if not os.path.lexists(name):
+    if not has_name(name):
         return None
     with CheckpointSource(name) as source:
         return _read(source)
@@ -134,7 +143,7 @@ def read_sidecar(path: str) -> Sidecar | None:
 def has_positions(path: str) -> bool:
     """Tell whether there is a sidecar of a packed table beside this path. Raises as `read_sidecar`."""
     name = sidecar_path(path)
-    if not os.path.lexists(name):
+    if not has_name(name):
         return False
     with CheckpointSource(name) as source:
         return _POSITIONS in _entries(source)
@@ -154,7 +163,7 @@ def read_positions(table: CheckpointSource, offset_bytes: int, row_count: int) -
         StorageError: An error of the disk.
     """
     name = sidecar_path(table.path)
-    if not os.path.lexists(name):
+    if not has_name(name):
         if table.kind == "safetensors" and PACKED_KEY in table.header.metadata:
             raise FormatError(
                 f"its rows are packed, and {name}, which says where the row of each id is, is missing; copy it there "

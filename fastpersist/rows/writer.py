@@ -34,7 +34,7 @@ import torch
 from fastpersist import _native
 from fastpersist.arguments import local_path, require_bools
 from fastpersist.commit.file_commit import PendingFile, find_leftovers, is_being_written, resolve_target
-from fastpersist.commit.filesystem import absolute_path, filesystem, tell_free
+from fastpersist.commit.filesystem import absolute_path, filesystem, has_name, tell_free
 from fastpersist.errors import (
     ChecksumError,
     ConfigError,
@@ -420,7 +420,7 @@ class RowWriter(Uncopied):
         return self._pending
 
     def _refuse_existing(self) -> None:
-        if not os.path.lexists(self.path):
+        if not has_name(self.path):
             return
         if not self._overwrite:
             raise ConfigError(f"{self.path} exists already; remove it, or write with overwrite=True")
@@ -533,7 +533,7 @@ class RowWriter(Uncopied):
         facts = Sidecar(sidecar_path(path), size_bytes, _HEADER_BYTES, row_count, _native.crc32(header), stream.crcs)
         if self._positions is not None:
             save_sidecar(path, facts, self._positions, engine=self._engine)
-        elif os.path.lexists(facts.path):
+        elif has_name(facts.path):
             filesystem().unlink(facts.path)
             filesystem().sync_directory(self._target.directory)
         self._close_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import zlib
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from support.archives import flip_bit
 from support.row_tables import make_rows, read_rows
 
-from fastpersist.errors import ChecksumError, FormatError
+from fastpersist.errors import CheckpointNotFoundError, ChecksumError, FormatError, StorageError
 from fastpersist.loading.checkpoint_file import CheckpointSource
 from fastpersist.rows.opening import open_rows
+from fastpersist.rows.packing import pack_rows
 from fastpersist.rows.sidecar import CHUNK_BYTES, chunk_crcs, has_positions, read_sidecar, sidecar_path
+from fastpersist.rows.verification import verify_rows
 from fastpersist.rows.writer import RowWriter, write_rows
 
 COUNT = 10_001
@@ -107,6 +110,64 @@ def test_a_packed_safetensors_file_needs_its_sidecar(tmp_path: Path) -> None:
     shutil.copy(path, tmp_path / "elsewhere.safetensors")
     with pytest.raises(FormatError, match=r"packed, and .*elsewhere.*missing; copy it"):
         open_rows(tmp_path / "elsewhere.safetensors")
+
+
+def fail_lookups(monkeypatch: pytest.MonkeyPatch, path: str | Path, sys_errno: int) -> None:
+    """Let each lstat of a path fail."""
+    lstat = os.lstat
+
+    def failing(name: str, *arguments: object, **options: object) -> os.stat_result:
+        if os.fspath(name) == os.fspath(path):
+            raise OSError(sys_errno, os.strerror(sys_errno), name)
+        return lstat(name)
+
+    monkeypatch.setattr(os, "lstat", failing)
+
+
+@pytest.mark.parametrize("sys_errno", [errno.EIO, errno.ESTALE, errno.EACCES], ids=["EIO", "ESTALE", "EACCES"])
+def test_a_sidecar_that_cannot_be_looked_up_is_not_taken_for_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sys_errno: int
+) -> None:
+    path = tmp_path / "table.npy"
+    rows = write_packed(path)
+    (tmp_path / "link.npy").symlink_to(path)
+    with monkeypatch.context() as patched:
+        fail_lookups(patched, sidecar_path(str(path)), sys_errno)
+        for use in (open_rows, verify_rows, lambda table: pack_rows(table, tmp_path / "new.npy")):
+            with pytest.raises(StorageError, match=r"looking up .*rows\.safetensors") as caught:
+                use(path)
+            assert caught.value.errno == sys_errno
+        with pytest.raises(StorageError, match=r"looking up .*rows\.safetensors"):
+            write_rows(path, rows[:2], overwrite=True)
+    with monkeypatch.context() as patched:  # beside the link there is no sidecar
+        fail_lookups(patched, tmp_path / "link.npy", sys_errno)
+        with pytest.raises(StorageError, match=r"looking up .*link\.npy"):
+            open_rows(tmp_path / "link.npy")
+    assert torch.equal(read_rows(open_rows(tmp_path / "link.npy")), rows)
+    assert not (tmp_path / "new.npy").exists()
+
+
+def test_a_table_that_cannot_be_looked_up_is_not_taken_for_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_packed(tmp_path / "table.npy")
+    write_rows(tmp_path / "plain.npy", rows[:2])
+    with monkeypatch.context() as patched:
+        fail_lookups(patched, tmp_path / "table.npy", errno.EIO)
+        with pytest.raises(StorageError, match=r"looking up .*table\.npy"):
+            write_rows(tmp_path / "table.npy", rows[:2])
+        with pytest.raises(StorageError, match=r"looking up .*table\.npy"):
+            pack_rows(tmp_path / "plain.npy", tmp_path / "table.npy")
+    assert torch.equal(read_rows(open_rows(tmp_path / "table.npy")), rows)
+
+
+def test_a_sidecar_that_is_a_link_to_nothing_is_not_taken_for_absent(tmp_path: Path) -> None:
+    write_packed(tmp_path / "table.npy")
+    name = Path(sidecar_path(str(tmp_path / "table.npy")))
+    name.rename(tmp_path / "elsewhere")
+    name.symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match=r"rows\.safetensors"):
+        open_rows(tmp_path / "table.npy")
 
 
 def test_misfits(tmp_path: Path) -> None:
