@@ -4,14 +4,17 @@
    write the first page of a new one.
 2. Append rows: they are collected in buffers, and a full buffer is written while the caller makes the next rows.
 3. With resume=True, each time that another `PROGRESS_BYTES` are on disk: sync, then note that in the first page, sync.
-4. Write the rest, and the header over the first page.
+4. Write the rest; sync it if a sidecar is there; write the header over the first page.
 5. Remove the sidecar of a table that is replaced, and sync the directory.
 6. Publish the table: sync, rename, sync the directory.                                       <- the commit point
 7. Save the sidecar.
 
 So after a crash before 6 there is the old table, perhaps without checksums; after 6 the new one, perhaps without, too;
-never one with the sidecar of another. The sidecar of a packed table has more than checksums: without it, ids would find
-the wrong rows. It comes before 6, in place of 5, and nothing may be there that is replaced.
+never one with the sidecar of another. An error of the disk before 5 leaves the old table its checksums; rows that
+cannot be made durable are such an error, which the sync of step 4 is for.
+
+The sidecar of a packed table has more than checksums: without it, ids would find the wrong rows. It comes before 6, in
+place of 5, and nothing may be there that is replaced.
 
 `progress` has the note of step 3, `sidecar` what lies beside a table, and `commit` the pending file.
 """
@@ -203,7 +206,8 @@ class RowWriter(Uncopied):
     """Writes a table of rows that need not fit into memory. A context manager; one thread uses it.
 
     The table is there when the `with` block ends: whole and durable, with CRCs in a sidecar beside it. Until then, and
-    after an error, there is what was there before. Memory: 32 MiB.
+    after an error, there is what was there before; an error or a kill in the last step may take the checksums of the
+    table that was to be replaced. Memory: 32 MiB.
 
     With resume=True an error, Ctrl-C or a kill leaves the rows that are durable, and the next `RowWriter` of the same
     table, also with resume=True, goes on behind them. `row_count` says in the `with` block how many rows it has. It
@@ -527,13 +531,16 @@ class RowWriter(Uncopied):
             _require_permutation(self._positions, row_count, self.path)
         header = self._header(row_count)
         self._refuse_existing()  # it may have appeared meanwhile
+        path = self._target.path
+        has_old_sidecar = self._positions is None and has_name(sidecar_path(path))
+        if has_old_sidecar:
+            filesystem().sync(pending.fd, pending.path)  # the sync of step 6 then finds only the header
         self._write_page(header)
         size_bytes = _HEADER_BYTES + stream.position
-        path = self._target.path
         facts = Sidecar(sidecar_path(path), size_bytes, _HEADER_BYTES, row_count, _native.crc32(header), stream.crcs)
         if self._positions is not None:
             save_sidecar(path, facts, self._positions, engine=self._engine)
-        elif has_name(facts.path):
+        elif has_old_sidecar:
             filesystem().unlink(facts.path)
             filesystem().sync_directory(self._target.directory)
         self._close_file()

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.filesystems import FailingFilesystem, FullAtSync
 from support.forking import run_in_child
 from support.leaks import no_leaks
 from support.row_tables import hidden_files, make_rows, read_rows
@@ -25,6 +26,7 @@ from support.specimens import DTYPES
 
 import fastpersist as fp
 from fastpersist.commit.file_commit import PendingFile
+from fastpersist.commit.filesystem import using
 from fastpersist.errors import ChecksumError, ConfigError, NoSpaceError, StorageError
 from fastpersist.formats import npy, safetensors
 from fastpersist.rows import writer as writer_module
@@ -257,6 +259,25 @@ def test_a_table_that_appears_meanwhile_stays(tmp_path: Path) -> None:
         path.write_bytes(b"of somebody else")
     assert path.read_bytes() == b"of somebody else"
     assert hidden_files(tmp_path) == []
+
+
+def test_a_table_that_cannot_be_made_durable_leaves_the_old_one_and_its_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    write_rows(path, make_rows(3, WIDTH))
+    with using(FullAtSync("pending")), pytest.raises(NoSpaceError, match="syncing"):
+        write_rows(path, make_rows(4, WIDTH), overwrite=True)
+    expect_table(path, 3)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_rows_are_synced_once_where_no_checksums_are_replaced(tmp_path: Path, resume: bool) -> None:
+    counts = []
+    for _ in range(2):
+        seen = FailingFilesystem(0, errno.EIO)  # which fails nothing
+        with using(seen), int32_writer(tmp_path / "table.npy", resume=resume, overwrite=True) as writer:
+            writer.append(make_rows(3, WIDTH))
+        counts.append(seen.names.count("sync"))
+    assert counts == [2, 3]  # the table and its sidecar
 
 
 def test_a_sidecar_without_its_table_goes(tmp_path: Path) -> None:
