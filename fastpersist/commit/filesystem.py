@@ -30,7 +30,6 @@ __all__ = [
     "ignoring",
     "is_there",
     "make_directories",
-    "has_name",
     "open_regular",
     "reopened",
     "storage_errors",

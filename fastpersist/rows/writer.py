@@ -14,7 +14,8 @@ never one with the sidecar of another. An error of the disk before 5 leaves the 
 cannot be made durable are such an error, which the sync of step 4 is for.
 
 The sidecar of a packed table has more than checksums: without it, ids would find the wrong rows. It comes before 6, in
-place of 5, and nothing may be there that is replaced.
+place of 5, and nothing may be there that is replaced. If 6 fails, it is removed. After a crash in between, it stays
+without a table: the next writer replaces it, and readers refuse it beside another table.
 
 `progress` has the note of step 3, `sidecar` what lies beside a table, and `commit` the pending file.
 """
@@ -36,7 +37,13 @@ import torch
 
 from fastpersist import _native
 from fastpersist.arguments import local_path, require_bools
-from fastpersist.commit.file_commit import PendingFile, find_leftovers, is_being_written, resolve_target
+from fastpersist.commit.file_commit import (
+    PendingFile,
+    errors_in_log,
+    find_leftovers,
+    is_being_written,
+    resolve_target,
+)
 from fastpersist.commit.filesystem import absolute_path, filesystem, has_name, tell_free
 from fastpersist.errors import (
     ChecksumError,
@@ -538,19 +545,30 @@ class RowWriter(Uncopied):
         self._write_page(header)
         size_bytes = _HEADER_BYTES + stream.position
         facts = Sidecar(sidecar_path(path), size_bytes, _HEADER_BYTES, row_count, _native.crc32(header), stream.crcs)
-        if self._positions is not None:
-            save_sidecar(path, facts, self._positions, engine=self._engine)
-        elif has_old_sidecar:
-            filesystem().unlink(facts.path)
-            filesystem().sync_directory(self._target.directory)
-        self._close_file()
-        pending.publish(size_bytes, durable=True)
+        try:
+            if self._positions is not None:
+                save_sidecar(path, facts, self._positions, engine=self._engine)
+            elif has_old_sidecar:
+                filesystem().unlink(facts.path)
+                filesystem().sync_directory(self._target.directory)
+            self._close_file()
+            pending.publish(size_bytes, durable=True)
+        except BaseException:
+            if self._positions is not None:
+                self._remove_lone_sidecar(facts.path)
+            raise
         if self._positions is None:
             try:
                 save_sidecar(path, facts, None, engine=self._engine)
             except StorageError as error:
                 message = f"{self.path} is published and durable, but without checksums: {error}"
                 raise type(error)(error.errno, message, self.path) from error
+
+    def _remove_lone_sidecar(self, path: str) -> None:
+        """Remove the sidecar of a packed table that was not published; beside one that was, it stays."""
+        with errors_in_log():
+            if not has_name(self._target.path) and has_name(path):
+                filesystem().unlink(path)
 
     def _close_file(self) -> None:
         file, self._file = self._file, None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.filesystems import FailingFilesystem, FullAtSync
 from support.leaks import no_leaks
 from support.row_tables import hidden_files, make_rows, read_rows
 from support.torch_release import TORCH
 
-from fastpersist.errors import ConfigError
+from fastpersist.commit.filesystem import using
+from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageError
 from fastpersist.rows import packing
 from fastpersist.rows.opening import open_rows
 from fastpersist.rows.packing import pack_rows
+from fastpersist.rows.sidecar import sidecar_path
 from fastpersist.rows.verification import verify_rows
 from fastpersist.rows.writer import write_rows
 
@@ -153,6 +159,46 @@ def test_what_is_there_stays(table: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="memory_bytes"):
         pack_rows(table, tmp_path / "new.npy", order=torch.zeros(COUNT), memory_bytes="much")
     assert hidden_files(tmp_path) == []
+
+
+def test_a_table_that_cannot_be_published_leaves_no_sidecar(table: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    with using(FullAtSync("packed.npy.pending")), pytest.raises(NoSpaceError, match="packed"):
+        pack_rows(table, tmp_path / "packed.npy", order=torch.arange(COUNT))
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_sidecar_that_cannot_be_published_does_not_stay(table: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    for nth in itertools.count(1):
+        disk = FailingFilesystem(nth, errno.EIO)
+        failure = "packed.npy is published"
+        try:
+            with using(disk):
+                pack_rows(table, tmp_path / "packed.npy", order=torch.arange(COUNT))
+        except StorageError as error:
+            failure = str(error)
+        assert ("packed.npy is published" in failure) == (tmp_path / "packed.npy").exists()
+        if not disk.failed:
+            break
+        if (tmp_path / "packed.npy").exists():
+            assert torch.equal(read_rows(open_rows(tmp_path / "packed.npy")), make_rows(COUNT))
+            os.unlink(tmp_path / "packed.npy")
+            os.unlink(sidecar_path(str(tmp_path / "packed.npy")))
+        assert set(tmp_path.iterdir()) == before, disk.failed
+    assert nth > 10
+
+
+def test_a_sidecar_without_its_packed_table_is_not_that_of_another_one(table: Path, tmp_path: Path) -> None:
+    """A killed process leaves such a one."""
+    pack_rows(table, tmp_path / "packed.npy", order=torch.arange(COUNT))
+    os.unlink(tmp_path / "packed.npy")
+    np.save(tmp_path / "packed.npy", make_rows(COUNT).numpy())
+    with pytest.raises(FormatError, match=r"not this one .*if the table was written anew, remove that file"):
+        open_rows(tmp_path / "packed.npy")
+    os.unlink(tmp_path / "packed.npy")
+    pack_rows(table, tmp_path / "packed.npy")
+    assert torch.equal(read_rows(open_rows(tmp_path / "packed.npy")), make_rows(COUNT))
 
 
 @pytest.mark.parametrize("row_bytes", [1001, 9000])
