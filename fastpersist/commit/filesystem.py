@@ -75,12 +75,15 @@ def ignoring(sys_errno: int) -> Iterator[None]:
             raise
 
 
-def tell_free(error: BaseException, hint: str = "") -> None:
+def tell_free(
+    error: BaseException, hint: str = "", *, state: str = "now that the unfinished files are removed"
+) -> None:
     """Add to a NoSpaceError how much space is free where its file was to be. Call it when the pending file is removed.
 
     Args:
         error: Other errors stay as they are.
         hint: What to do, for the end of the message.
+        state: What has become of the pending file.
     """
     if not isinstance(error, NoSpaceError) or not isinstance(error.filename, str):
         return
@@ -97,7 +100,7 @@ def tell_free(error: BaseException, hint: str = "") -> None:
             if no_names:
                 said.append(f"no more files can be made there, {free} are free")
             else:
-                said.append(f"{free} are free there, now that the unfinished files are removed")
+                said.append(f"{free} are free there, {state}")
     error.args = (error.errno, "; ".join([*said, *([hint] if hint else [])]))
 
 

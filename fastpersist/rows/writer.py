@@ -1,7 +1,8 @@
 """Rows → a table on disk, row by row, larger than memory: `RowWriter`.
 
 1. Create the pending file, hidden beside the final name; or with resume=True adopt one that a dead writer has left, or
-   write the first page of a new one.
+   write the first page of a new one. A writer that fails with resume=True cuts what it leaves to the noted rows, so
+   no reserved space stays.
 2. Append rows: they are collected in buffers, and a full buffer is written while the caller makes the next rows.
 3. With resume=True, each time that another `PROGRESS_BYTES` are on disk: sync, then note that in the first page, sync.
 4. Write the rest; sync it if a sidecar is there; write the header over the first page.
@@ -84,6 +85,7 @@ _HEADER_BYTES = progress.PAGE_BYTES
 _BUFFER_BYTES = 8 << 20  # whole chunks, so that a buffer has CRCs of its own
 _BUFFER_COUNT = 4
 _RESERVED_BYTES_MIN, _RESERVED_BYTES_MAX = 64 << 20, 1 << 30
+_LEFT = "beside the rows that are left for the next writer with resume=True"
 _ROW_COUNT_MAX = (1 << 62) - 1
 
 
@@ -372,17 +374,19 @@ class RowWriter(Uncopied):
             try:
                 self._finish()
             except BaseException as failure:
-                if self._resume and self._failed:
-                    self._note_last_progress()
-                self._end(keep=self._resume)
-                tell_free(failure)
+                self._give_up(failure, note=self._failed)
                 raise
             self._end(keep=False)
             return
-        if self._resume:
+        self._give_up(error, note=True)
+
+    def _give_up(self, error: BaseException, *, note: bool) -> None:
+        """Remove the unfinished file, or leave it for the next writer; and say in the error what is free then."""
+        if self._resume and note:
             self._note_last_progress()
+        is_left = self._resume and self._opened_pending().fd >= 0  # a failed publication removes it
         self._end(keep=self._resume)
-        tell_free(error)
+        tell_free(error, state=_LEFT) if is_left else tell_free(error)
 
     def _entered(self) -> _Stream:
         if self._stream is None:
@@ -577,10 +581,20 @@ class RowWriter(Uncopied):
 
     def _end(self, *, keep: bool) -> None:
         """Give everything back; a pending file that is not published goes, or stays for the next writer."""
-        self._stream = None
+        stream, self._stream = self._stream, None
         self._close_file()
         if self._pending is not None:
+            if keep and stream is not None:
+                self._free_reserved(self._pending)
             self._pending.leave() if keep else self._pending.abort()
+
+    def _free_reserved(self, pending: PendingFile) -> None:
+        """Cut an unfinished file to the rows that its records count: others are not gone on with."""
+        if pending.fd < 0 or os.getpid() != self._process_id:
+            return
+        newest = progress.newest_of(self._records)
+        with errors_in_log():
+            filesystem().truncate(pending.fd, _HEADER_BYTES + (newest.done_bytes if newest else 0), pending.path)
 
 
 def _require_permutation(positions: torch.Tensor, row_count: int, path: str) -> None:

@@ -339,6 +339,34 @@ def test_a_resumed_writer_goes_on_behind_the_rows_that_are_there(tmp_path: Path,
     expect_table(path, 20_000)
 
 
+@pytest.mark.parametrize("error", [OurError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("count", [0, 1, 1639, 5_000])
+def test_what_is_left_for_the_next_writer_has_no_reserved_space(
+    tmp_path: Path, count: int, error: BaseException
+) -> None:
+    for first in (0, count):  # also from a writer that has resumed
+        with pytest.raises(type(error)), int32_writer(tmp_path / "table.npy", resume=True) as writer:
+            writer.append(make_rows(count, WIDTH, first))
+            raise error
+        (name,) = hidden_files(tmp_path)
+        assert (tmp_path / name).stat().st_size == 4096 + (first + count) * ROW_BYTES
+    with int32_writer(tmp_path / "table.npy", resume=True) as writer:
+        assert writer.row_count == 2 * count
+    expect_table(tmp_path / "table.npy", 2 * count)
+
+
+def test_a_child_that_leaves_the_block_cuts_nothing(tmp_path: Path) -> None:
+    with int32_writer(tmp_path / "table.npy", resume=True) as writer:
+        writer.append(make_rows(5_000, WIDTH))
+
+        def child(report: Any) -> None:
+            writer.__exit__(OurError, OurError(), None)
+
+        run_in_child(child)
+        writer.append(make_rows(5, WIDTH, 5_000))
+    expect_table(tmp_path / "table.npy", 5_005)
+
+
 def test_rows_wider_than_a_buffer_resume(tmp_path: Path) -> None:
     path = tmp_path / "table.npy"
     rows = make_rows(5, 700_000)  # 2.8 MB each
@@ -522,12 +550,30 @@ def test_a_full_disk_leaves_all_rows_that_it_had_room_for(tmp_path: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(PendingFile, "allocate", allocate_here)
         patched.setattr(PageWriter, "write_async", write_here)
-        with pytest.raises(NoSpaceError, match=r"full; .* are free there"), int32_writer(path, resume=True) as writer:
+        with (
+            pytest.raises(NoSpaceError, match=r"full; .* are free there, beside the rows that are left for .* resume"),
+            int32_writer(path, resume=True) as writer,
+        ):
             writer.append(make_rows(20_000, WIDTH))
+    (name,) = hidden_files(tmp_path)
+    assert (tmp_path / name).stat().st_size == 4096 + 5 * CHUNK_BYTES // ROW_BYTES * ROW_BYTES
     with int32_writer(path, resume=True) as writer:
         assert writer.row_count == 5 * CHUNK_BYTES // ROW_BYTES
         writer.append(make_rows(20_000 - writer.row_count, WIDTH, writer.row_count))
     expect_table(path, 20_000)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_full_disk_says_what_is_free_when_nothing_is_left(tmp_path: Path, resume: bool) -> None:
+    """Publishing removes its file in any case."""
+    message = r"disk full; .* are free there, now that the unfinished files are removed"
+    with (
+        using(FullAtSync("pending")),
+        pytest.raises(NoSpaceError, match=message),
+        int32_writer(tmp_path / "table.npy", resume=resume) as writer,
+    ):
+        writer.append(make_rows(10, WIDTH))
+    assert hidden_files(tmp_path) == []
 
 
 @pytest.mark.parametrize("count", [20_000, 5 * CHUNK_BYTES // ROW_BYTES + 10], ids=["append", "the last flush"])
