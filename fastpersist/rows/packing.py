@@ -3,7 +3,8 @@
 Rows that are requested together then lie together: a read of a block brings several of them, and the hot part of the
 table is small. The permutation goes into the sidecar, so callers keep their ids.
 
-The source is read only in file order. A pass reads the whole source, and keeps the rows in memory that belong into the
+The source is read only in file order, and compared with the checksums in its sidecar: a new sidecar would make damaged
+rows good. A pass reads the whole source, and keeps the rows in memory that belong into the
 next window of the destination; then the window is written. With memory for a quarter of the table, this takes four
 reads of the source and one write, all sequential.
 """
@@ -23,7 +24,8 @@ from fastpersist.commit.filesystem import has_name
 from fastpersist.config import BLOCK_BYTES
 from fastpersist.errors import ConfigError
 from fastpersist.rows.ids import plain_array
-from fastpersist.rows.opening import RowSource, Source, open_rows
+from fastpersist.rows.opening import Piece, RowSource, Source, open_rows
+from fastpersist.rows.sidecar import ChunkCheck, read_sidecar
 from fastpersist.rows.writer import RowWriter
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.page_writer import page_tensor
@@ -73,6 +75,7 @@ def pack_rows(
 
     Raises:
         ConfigError: Arguments that make no sense; the table exists.
+        ChecksumError: The source does not match the checksums in its sidecar.
         Others: As `RowStore` and `RowWriter`.
 
     Thread safety: any thread.
@@ -161,6 +164,7 @@ def _blocks(rows: RowSource, engine: str) -> Iterator[tuple[int, torch.Tensor]]:
     before_count = 0
     for piece in rows.pieces:
         with TensorFile(piece.path, engine=engine) as file:
+            check = _check_of(piece, file)
             ahead: deque[tuple[int, torch.Tensor, PendingIO]] = deque()
             for number, start in enumerate(range(0, piece.row_count, block_count)):
                 size_bytes = min(block_count, piece.row_count - start) * rows.row_bytes
@@ -168,15 +172,29 @@ def _blocks(rows: RowSource, engine: str) -> Iterator[tuple[int, torch.Tensor]]:
                 pending = file.read_async(block, piece.offset_bytes + start * rows.row_bytes)
                 ahead.append((before_count + start, block, pending))
                 if len(ahead) == len(buffers):
-                    yield _read(ahead.popleft())
+                    yield _read(ahead.popleft(), check)
             while ahead:
-                yield _read(ahead.popleft())
+                yield _read(ahead.popleft(), check)
         before_count += piece.row_count
 
 
-def _read(begun: tuple[int, torch.Tensor, PendingIO]) -> tuple[int, torch.Tensor]:
+def _check_of(piece: Piece, file: TensorFile) -> ChunkCheck | None:
+    """Compare the header with the sidecar; return what compares the rows. None if there is no sidecar of this table."""
+    facts = read_sidecar(piece.path)
+    if facts is None or (facts.offset_bytes, facts.file_bytes) != (piece.offset_bytes, file.size()):
+        return None  # another program has written the table anew
+    check = ChunkCheck(facts, piece.path)
+    header = torch.empty(facts.offset_bytes, dtype=torch.uint8, device="cpu")
+    file.read(header)
+    check.take(header)
+    return check
+
+
+def _read(begun: tuple[int, torch.Tensor, PendingIO], check: ChunkCheck | None) -> tuple[int, torch.Tensor]:
     first, block, pending = begun
     pending.wait()
+    if check is not None:
+        check.take(block)
     return first, block
 
 

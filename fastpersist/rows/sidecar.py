@@ -11,6 +11,7 @@ a packed safetensors file says in its header that it needs one, and positions fo
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from fastpersist.transfer.reader import Extents, read_extents
 __all__ = [
     "CHUNK_BYTES",
     "PACKED_KEY",
+    "ChunkCheck",
     "Sidecar",
     "chunk_crcs",
     "has_positions",
@@ -86,6 +88,51 @@ class Sidecar:
             if _native.crc32(chunk) != self.crcs[index]:
                 return f"the bytes from offset {start_bytes} on are others"
         return ""
+
+
+class ChunkCheck:
+    """Compares a table with its sidecar while it is read from its first byte on, in parts of any length.
+
+    Args:
+        facts: What the sidecar says.
+        path: Of the table, for messages.
+    """
+
+    def __init__(self, facts: Sidecar, path: str) -> None:
+        self._facts = facts
+        self._path = path
+        self._ends = iter([facts.offset_bytes, *range(facts.offset_bytes + CHUNK_BYTES, facts.file_bytes, CHUNK_BYTES)])
+        self._expected = iter([facts.header_crc32, *facts.crcs])
+        self._start_bytes, self._end_bytes = 0, next(self._ends)
+        self._at_bytes, self._crc = 0, 0
+
+    def take(self, part: torch.Tensor) -> None:
+        """Take the next bytes, a uint8 tensor of host memory, contiguous.
+
+        Raises:
+            ChecksumError: They complete a chunk, which is damaged.
+        """
+        rest = memoryview((ctypes.c_char * part.numel()).from_address(part.data_ptr()))
+        while rest:
+            taken = rest[: self._end_bytes - self._at_bytes]
+            self._crc = _native.crc32(taken, self._crc)
+            self._at_bytes += len(taken)
+            rest = rest[len(taken) :]
+            if self._at_bytes == self._end_bytes:
+                self._compare()
+
+    def _compare(self) -> None:
+        expected = next(self._expected)
+        if self._crc != expected:
+            raise ChecksumError(
+                f"the bytes up to offset {self._end_bytes} are damaged: their CRC is {self._crc:08x}, not "
+                f"{expected:08x}; use another copy (if they were changed on purpose, and the table is not packed, "
+                f"remove {self._facts.path})",
+                path=self._path,
+                offset_bytes=self._start_bytes,
+            )
+        self._start_bytes, self._end_bytes = self._end_bytes, next(self._ends, self._facts.file_bytes)
+        self._crc = 0
 
 
 def sidecar_path(path: str) -> str:

@@ -13,21 +13,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.archives import flip_bit
 from support.filesystems import FailingFilesystem, FullAtSync
 from support.leaks import no_leaks
 from support.row_tables import hidden_files, make_rows, read_rows
 from support.torch_release import TORCH
 
 from fastpersist.commit.filesystem import using
-from fastpersist.errors import ConfigError, FormatError, NoSpaceError, StorageError
+from fastpersist.errors import ChecksumError, ConfigError, FormatError, NoSpaceError, StorageError
 from fastpersist.rows import packing
 from fastpersist.rows.opening import open_rows
 from fastpersist.rows.packing import pack_rows
-from fastpersist.rows.sidecar import sidecar_path
+from fastpersist.rows.sidecar import CHUNK_BYTES, sidecar_path
 from fastpersist.rows.verification import verify_rows
 from fastpersist.rows.writer import write_rows
 
 COUNT = 5_000
+WIDE_COUNT = 10_001  # 3.8 chunks of rows of 400 bytes
 
 
 @pytest.fixture
@@ -159,6 +161,47 @@ def test_what_is_there_stays(table: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="memory_bytes"):
         pack_rows(table, tmp_path / "new.npy", order=torch.zeros(COUNT), memory_bytes="much")
     assert hidden_files(tmp_path) == []
+
+
+@pytest.mark.parametrize("memory_bytes", ["1GiB", "500KB"])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("order", [None, torch.arange(WIDE_COUNT)], ids=["by id", "by score"])
+def test_damage_of_the_source_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: torch.Tensor | None, is_packed: bool, memory_bytes: str
+) -> None:
+    monkeypatch.setattr(packing, "_BLOCK_BYTES", 100_000)  # blocks and chunks straddle each other
+    write_rows(tmp_path / "whole.npy", make_rows(WIDE_COUNT, 100))
+    source = tmp_path / "source.npy"
+    pack_rows(tmp_path / "whole.npy", source, order=torch.arange(WIDE_COUNT) if is_packed else None)
+    pieces: list[Path | str] = [tmp_path / "whole.npy", source]
+    both = None if order is None else torch.cat([order, order])
+    for at in (4096 + CHUNK_BYTES, 4096 + 2 * CHUNK_BYTES - 1, 4096 + 2 * CHUNK_BYTES + 77):
+        flip_bit(source, at)
+        chunk_at = 4096 + (at - 4096) // CHUNK_BYTES * CHUNK_BYTES
+        with pytest.raises(ChecksumError, match=r"source\.npy: .*damaged") as caught:
+            pack_rows(pieces, tmp_path / "packed.npy", order=both, memory_bytes=memory_bytes)
+        assert (caught.value.path, caught.value.offset_bytes) == (str(source), chunk_at)
+        assert not (tmp_path / "packed.npy").exists()
+        flip_bit(source, at)
+    pack_rows(pieces, tmp_path / "packed.npy", order=both, memory_bytes=memory_bytes)
+    assert torch.equal(read_rows(open_rows(tmp_path / "packed.npy")), make_rows(WIDE_COUNT, 100).repeat(2, 1))
+
+
+@pytest.mark.parametrize("at", [0, 4096, -1], ids=["header", "first", "last"])
+def test_damage_where_sidecars_are_compared_with_their_tables_is_not_taken_for_another_table(
+    table: Path, tmp_path: Path, at: int
+) -> None:
+    at = table.read_bytes().index(b"5000, 32") if at == 0 else at % table.stat().st_size
+    flip_bit(table, at)
+    with pytest.raises(ChecksumError, match="damaged"):
+        pack_rows(table, tmp_path / "packed.npy")
+
+
+def test_a_table_that_was_written_anew_is_packed_without_its_old_checksums(table: Path, tmp_path: Path) -> None:
+    rows = make_rows(COUNT, first=9)
+    np.save(table, rows.numpy())
+    pack_rows(table, tmp_path / "packed.npy")
+    assert torch.equal(read_rows(open_rows(tmp_path / "packed.npy")), rows)
 
 
 def test_a_table_that_cannot_be_published_leaves_no_sidecar(table: Path, tmp_path: Path) -> None:
