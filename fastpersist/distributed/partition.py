@@ -93,7 +93,7 @@ def require_writers(wanted: object) -> None:
     """
     is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1
     if not is_number and wanted not in ("auto", "all", "node"):
-        raise ConfigError(f"writers is 'auto', 'all', 'node' or a number of ranks, not {wanted!r}")
+        raise ConfigError(f"writers must be 'auto', 'all', 'node' or a number of ranks, not {wanted!r}")
 
 
 def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | None = None) -> list[int]:

@@ -61,4 +61,4 @@ def require_writers(writers: str | int) -> None:
     if writers not in ("auto", "all", "node") and (not isinstance(writers, int) or isinstance(writers, bool)):
         raise ConfigError(f"writers must be 'auto', 'all', 'node' or a number of ranks, not {writers!r}")
     if isinstance(writers, int) and writers < 1:
-        raise ConfigError(f"at least one rank has to write: writers is 1 or more, not {writers}")
+        raise ConfigError(f"at least one rank has to write: writers must be 1 or more, not {writers}")

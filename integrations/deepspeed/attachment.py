@@ -95,7 +95,7 @@ def attach(
     require_engine(engine)
     require_writers(writers)
     if on_error not in ("raise", "warn"):
-        raise ConfigError(f"on_error is 'raise' or 'warn', not {on_error!r}")
+        raise ConfigError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
     if not hasattr(deepspeed_engine, "checkpoint_engine"):
         raise ConfigError(
             "attach() takes the engine, the first result of deepspeed.initialize, not a "

@@ -435,9 +435,9 @@ def test_an_engine_is_attached_once() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"writers": "some"}, "writers is"),
-        ({"writers": 0}, "writers is 1 or more"),
-        ({"on_error": "ignore"}, "on_error is"),
+        ({"writers": "some"}, "writers must be"),
+        ({"writers": 0}, "writers must be 1 or more"),
+        ({"on_error": "ignore"}, "on_error must be"),
         ({"engine": "nothing"}, "nothing"),
     ],
 )

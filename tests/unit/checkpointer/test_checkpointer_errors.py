@@ -319,8 +319,8 @@ def test_failed_save_is_raised_at_the_end_of_the_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"writers": "foo"}, "writers is 'auto', 'all', 'node' or a number of ranks, not 'foo'"),
-        ({"writers": 0}, "writers is .*, not 0"),
+        ({"writers": "foo"}, "writers must be 'auto', 'all', 'node' or a number of ranks, not 'foo'"),
+        ({"writers": 0}, "writers must be .*, not 0"),
         ({"peer_timeout_s": -1}, "peer_timeout_s is a number of seconds above 0, not -1"),
         ({"peer_timeout_s": "1m"}, "peer_timeout_s is a number of seconds above 0, not '1m'"),
     ],
