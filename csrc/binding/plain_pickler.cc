@@ -393,6 +393,7 @@ class PlainPickler {
     const auto part = [&](size_t index) { return index < reduced.size() ? py::object(reduced[index]) : py::none(); };
     const py::object function = reduced[0];
     const py::tuple arguments = reduced[1];
+    if (PyCallable_Check(function.ptr()) == 0) throw NotPlain{};
     const py::object name = py::getattr(function, N().name, py::none());
     if (name.equal(py::str("__newobj_ex__"))) throw NotPlain{};
     if (name.equal(py::str("__newobj__"))) {

@@ -291,6 +291,40 @@ def test_deep_object_is_refused_as_pickle_refuses_it() -> None:
         pickle_skeleton(deep)
 
 
+class Reduces:
+    """Is reduced to what the test says."""
+
+    def __init__(self, to: Callable[[Any], Any]) -> None:
+        self.to = to
+
+    def __reduce__(self) -> Any:
+        return self.to(self)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Reduces(lambda own: ("torch.nn.ReLU", ())),
+        Reduces(lambda own: (list, [()])),
+        Reduces(lambda own: (list, (), None, [1])),
+        Reduces(lambda own: (dict, (), None, None, {"a": 1})),
+        Reduces(lambda own: (list, (), {}, None, None, "no function")),
+        Reduces(lambda own: (list, (), {}, None, None, print, 7)),
+        Reduces(lambda own: (list,)),
+        Reduces(lambda own: b"list"),
+        Reduces(lambda own: (copyreg.__newobj__, ())),  # type: ignore[attr-defined]
+        Reduces(lambda own: (copyreg.__newobj__, (list,))),  # type: ignore[attr-defined]
+        Reduces(lambda own: (copyreg.__newobj_ex__, (list, ()))),  # type: ignore[attr-defined]
+    ],
+)
+def test_reduction_that_pickle_refuses_is_refused(value: object) -> None:
+    with pytest.raises(Exception) as stock:  # noqa: PT011 - whichever it is
+        torch.save([torch.ones(2), value], io.BytesIO())
+    with pytest.raises(type(stock.value)) as raised:
+        pickle_skeleton([torch.ones(2), value])
+    assert str(raised.value) == str(stock.value)
+
+
 def test_storages_are_the_live_ones() -> None:
     tensor = torch.zeros(3)
     skeleton = pickle_skeleton({"a": tensor, "b": tensor[1:], "c": torch.ones(1)})
