@@ -314,8 +314,8 @@ class PlainPickler {
     }
     for (Py_ssize_t i = 0; i < size; i++) {
       if (i % kBatchCount == 0) Put(kMark);
-      if (PyList_GET_SIZE(object) != size) throw NotPlain{};
       Save(PyList_GET_ITEM(object, i));
+      if (PyList_GET_SIZE(object) != size) throw NotPlain{};
       if ((i + 1) % kBatchCount == 0 || i + 1 == size) Put(kAppends);
     }
   }

@@ -325,6 +325,26 @@ def test_reduction_that_pickle_refuses_is_refused(value: object) -> None:
     assert str(raised.value) == str(stock.value)
 
 
+def appends(to: Any, when: int) -> Reduces:
+    def reduced(own: Reduces) -> Any:
+        if len(to) == when:
+            to.append("late")
+        return int, (3,)
+
+    return Reduces(reduced)
+
+
+@pytest.mark.parametrize("before", [1, 2, 999, 1000])
+def test_items_that_the_last_item_appends_are_saved(before: int) -> None:
+    def made() -> list[Any]:
+        items: list[Any] = ["item"] * before
+        items.append(appends(items, before + 1))
+        return items
+
+    assert pickle_skeleton(made()).pickle == stock_pickle(made())
+    assert pickle.loads(pickle_skeleton(made()).pickle)[-1] == "late"
+
+
 def test_storages_are_the_live_ones() -> None:
     tensor = torch.zeros(3)
     skeleton = pickle_skeleton({"a": tensor, "b": tensor[1:], "c": torch.ones(1)})
