@@ -394,7 +394,12 @@ class PlainPickler {
     const py::object function = reduced[0];
     const py::tuple arguments = reduced[1];
     if (PyCallable_Check(function.ptr()) == 0) throw NotPlain{};
-    const py::object name = py::getattr(function, N().name, py::none());
+    py::object name = py::none();
+    try {
+      name = function.attr(N().name);
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_AttributeError)) throw;
+    }
     if (name.equal(py::str("__newobj_ex__"))) throw NotPlain{};
     if (name.equal(py::str("__newobj__"))) {
       if (arguments.empty() || !py::object(arguments[0]).is(py::handle(object).attr("__class__"))) throw NotPlain{};

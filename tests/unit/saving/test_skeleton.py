@@ -301,6 +301,16 @@ class Reduces:
         return self.to(self)
 
 
+class NameRaises:
+    """A callable whose name cannot be read."""
+
+    @property
+    def __name__(self) -> str:
+        raise ValueError("no name")
+
+    def __call__(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -315,6 +325,7 @@ class Reduces:
         Reduces(lambda own: (copyreg.__newobj__, ())),  # type: ignore[attr-defined]
         Reduces(lambda own: (copyreg.__newobj__, (list,))),  # type: ignore[attr-defined]
         Reduces(lambda own: (copyreg.__newobj_ex__, (list, ()))),  # type: ignore[attr-defined]
+        Reduces(lambda own: (NameRaises(), ())),
     ],
 )
 def test_reduction_that_pickle_refuses_is_refused(value: object) -> None:
