@@ -31,6 +31,7 @@ namespace {
 struct NotPlain : std::exception {};
 
 constexpr int kBatchCount = 1000;      // items after one MARK
+constexpr int kDeepest = 1500;         // levels; for more, Python's pickler needs less stack
 constexpr size_t kManyStorages = 512;  // from so many on, the pickle is expected to be about as large as the last ones
 
 PyObject* Interned(const char* text) {
@@ -221,9 +222,15 @@ class PlainPickler {
     if (type == &PyUnicode_Type) return SaveText(object, is_of_one_dict);
     if (reinterpret_cast<PyObject*>(type) == torch_.tensor.ptr()) return SaveTensor(object, is_of_one_dict);
     if (Py_EnterRecursiveCall(" while pickling an object") != 0) throw py::error_already_set();
-    struct Leave {
-      ~Leave() { Py_LeaveRecursiveCall(); }
-    } const leave;
+    struct Level {
+      explicit Level(int& own) : depth(++own) {}
+      ~Level() {
+        --depth;
+        Py_LeaveRecursiveCall();
+      }
+      int& depth;
+    } const level(depth_);
+    if (depth_ > kDeepest) throw NotPlain{};
     const py::object kept = py::reinterpret_borrow<py::object>(object);  // a __reduce_ex__ called meanwhile may drop it
     if (type == &PyBytes_Type) return SaveBytes(object);
     if (type == &PyByteArray_Type) return SaveByteArray(object);
@@ -721,6 +728,7 @@ class PlainPickler {
   const DenseTensors dense_tensors_;
   const Asked bytes_of_storage_, address_of_storage_, key_of_storage_;
   const py::dict dispatch_table_;
+  int depth_ = 0;  // of what is being written
   bool is_in_object_ = false;
   bool has_run_code_ = false;  // of an object; it may have changed storages that were met before
   Bytes out_;

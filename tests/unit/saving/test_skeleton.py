@@ -356,6 +356,22 @@ def test_items_that_the_last_item_appends_are_saved(before: int) -> None:
     assert pickle.loads(pickle_skeleton(made()).pickle)[-1] == "late"
 
 
+def test_what_is_nested_very_deep_is_left_to_python() -> None:
+    def nested(depth: int) -> Any:
+        value: Any = torch.ones(1)
+        for _ in range(depth):
+            value = {"a": value}
+        return value
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        assert is_pickled_natively(nested(900))
+        assert not is_pickled_natively(nested(3000))
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def test_storages_are_the_live_ones() -> None:
     tensor = torch.zeros(3)
     skeleton = pickle_skeleton({"a": tensor, "b": tensor[1:], "c": torch.ones(1)})
