@@ -135,37 +135,32 @@ class UringEngine final : public IoEngine {
   std::vector<uint32_t> free_slots_;
 };
 
-std::string Describe(int sys_errno) { return std::generic_category().message(sys_errno); }
-
-Status SetupError(int sys_errno) {
+Status SetupError(int sys_errno, const std::string& call) {
+  const std::string why = " (" + call + ": " + std::generic_category().message(sys_errno) + ")";
   switch (sys_errno) {
     case ENOSYS:
       return Status::Error(
           StatusCode::kUnsupported,
-          "io_uring is missing: this kernel is older than Linux 5.1, built without it, or a sandbox hides "
-          "it (io_uring_setup: " +
-              Describe(sys_errno) + ")");
+          "io_uring is missing: this kernel is older than Linux 5.1, built without it, or a sandbox hides it" + why);
     case EPERM:
     case EACCES: {
       const int64_t disabled = ReadKernelNumber("/proc/sys/kernel/io_uring_disabled").value_or(0);
       const std::string cause = disabled != 0
                                     ? "the sysctl kernel.io_uring_disabled is " + std::to_string(disabled)
                                     : "a seccomp filter or security module of this container or service forbids it";
-      return Status::Error(StatusCode::kUnsupported, "io_uring is not permitted here: " + cause +
-                                                         " (io_uring_setup: " + Describe(sys_errno) + ")");
+      return Status::Error(StatusCode::kUnsupported, "io_uring is not permitted here: " + cause + why);
     }
     case ENOMEM: {
       rlimit limit = {};
       getrlimit(RLIMIT_MEMLOCK, &limit);
       const std::string now =
           limit.rlim_cur == RLIM_INFINITY ? "no limit" : std::to_string(limit.rlim_cur / 1024) + " KiB";
-      return Status::Error(
-          StatusCode::kNoMemory,
-          "no memory for the io_uring: many kernels count it against RLIMIT_MEMLOCK, which is " + now +
-              "; raise it (ulimit -l) or use a smaller queue depth (io_uring_setup: " + Describe(sys_errno) + ")");
+      return Status::Error(StatusCode::kNoMemory,
+                           "no memory for the io_uring: many kernels count it against RLIMIT_MEMLOCK, which is " + now +
+                               "; raise it (ulimit -l) or use a smaller queue depth" + why);
     }
     default:
-      return Status::FromErrno(sys_errno, "io_uring_setup", "for the uring engine");
+      return Status::FromErrno(sys_errno, call, "for the uring engine");
   }
 }
 
@@ -181,9 +176,11 @@ Status UringEngine::Open(UringAbi abi, std::span<std::byte> memory) {
     params = {};
     opened = Setup(limits_.queue_depth, &params);
   }
-  if (opened < 0) return SetupError(-opened);
+  if (opened < 0) return SetupError(-opened, "io_uring_setup");
   fd_ = opened;  // the kernel made it O_CLOEXEC
   CloseInForkedChild(fd_);
+  // A sandbox may allow the setup only; then another engine must be taken now, since no request would be sent.
+  if (const int entered = Enter(fd_, 0, 0, 0, nullptr, 0); entered < 0) return SetupError(-entered, "io_uring_enter");
 
   if ((params.features & uring_abi::kFeatureSingleMmap) == 0) {
     return Status::Error(StatusCode::kUnsupported, "io_uring of this kernel is too old: Linux 5.4 or newer is needed");

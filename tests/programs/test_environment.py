@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.forking import SMALL_RING, Report, in_child, run_in_child
 from support.leaks import no_leaks
 from support.sandbox import (
     FILESYSTEMS,
     IO_SETUP,
+    IO_URING_ENTER,
     IO_URING_SETUP,
     become_ordinary_user,
     deny_system_calls,
@@ -159,11 +161,12 @@ def test_a_table_is_reserved_no_further_than_the_file_size_limit(tmp_path: Path)
 # --- system calls that are denied
 
 
+@pytest.mark.parametrize(("denied", "name"), [(IO_URING_SETUP, "io_uring_setup"), (IO_URING_ENTER, "io_uring_enter")])
 @in_child({})
 def test_denied_io_uring_falls_back_to_libaio_and_says_why_once(
-    tmp_path: Path, announce_anew: None, caplog: pytest.LogCaptureFixture
+    denied: int, name: str, tmp_path: Path, announce_anew: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deny_system_calls(IO_URING_SETUP)
+    deny_system_calls(denied)
     caplog.set_level("INFO", logger="fastpersist")
     for step in range(3):
         report = fp.save(make_state(step), tmp_path / "model.pt")
@@ -174,6 +177,7 @@ def test_denied_io_uring_falls_back_to_libaio_and_says_why_once(
     (message,) = [message for message in engine_messages(caplog) if "libaio" in message.split(" for ")[0]]
     assert "not uring: io_uring is not permitted here" in message
     assert "seccomp" in message or "io_uring_disabled" in message
+    assert f"({name}: " in message
 
 
 @in_child({})
@@ -192,6 +196,21 @@ def test_named_engine_never_falls_back(tmp_path: Path) -> None:
     assert not probes["uring"].usable
     assert "not permitted" in probes["uring"].why_not
     assert probes["threads-buffered"].usable
+
+
+@in_child({})
+def test_denied_io_uring_enter_leaves_another_engine_to_every_kind_of_file(tmp_path: Path) -> None:
+    deny_system_calls(IO_URING_ENTER)
+    value = torch.arange(30_000.0).reshape(-1, 3)
+    with fp.TensorFile(tmp_path / "values.bin", "w") as file:
+        file.write(value)
+        read = torch.empty_like(value)
+        file.read(read)
+    assert torch.equal(read, value)
+    fp.write_rows(tmp_path / "rows.npy", value)
+    with fp.RowStore(tmp_path / "rows.npy") as rows:
+        ids = torch.arange(0, len(value), 3)
+        assert torch.equal(rows.gather(ids), value[ids])
 
 
 @in_child({})
