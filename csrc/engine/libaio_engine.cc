@@ -39,7 +39,7 @@ int GetEvents(aio_context_t context, size_t min_count, size_t max_count, io_even
       syscall(SYS_io_getevents, context, static_cast<long>(min_count), static_cast<long>(max_count), events, timeout));
 }
 
-// A kernel AIO context. REQUIRES of its destructor: nothing is in flight in it.
+// A kernel AIO context. REQUIRES of its destructor: nothing is in flight in it, if that can be found out.
 struct AioContext {
   explicit AioContext(uint32_t depth) : queue_depth(depth) {}
   ~AioContext() {
@@ -99,8 +99,8 @@ class LibaioEngine final : public IoEngine {
   std::vector<io_event> events_;  // what io_getevents fills
 };
 
-Status SetupError(int sys_errno, uint32_t queue_depth) {
-  const std::string why = " (io_setup: " + std::generic_category().message(sys_errno) + ")";
+Status SetupError(int sys_errno, const std::string& call, uint32_t queue_depth) {
+  const std::string why = " (" + call + ": " + std::generic_category().message(sys_errno) + ")";
   switch (sys_errno) {
     case EAGAIN:
       return Status::Error(StatusCode::kUnsupported,
@@ -117,7 +117,7 @@ Status SetupError(int sys_errno, uint32_t queue_depth) {
       return Status::Error(StatusCode::kUnsupported,
                            "Linux AIO is not permitted here: a seccomp filter or security module forbids it" + why);
     default:
-      return Status::FromErrno(sys_errno, "io_setup", "for the libaio engine");
+      return Status::FromErrno(sys_errno, call, "for the libaio engine");
   }
 }
 
@@ -141,10 +141,15 @@ Status LibaioEngine::Open() {
   }
   const uint32_t depth = limits_.queue_depth;
   context_ = g_contexts.Take([depth](const AioContext& context) { return context.queue_depth == depth; });
-  if (context_ != nullptr) return Status::Ok();
-  context_ = std::make_unique<AioContext>(depth);
-  const int answer = Setup(depth, &context_->id);
-  return answer == 0 ? Status::Ok() : SetupError(-answer, limits_.queue_depth);
+  if (context_ == nullptr) {
+    context_ = std::make_unique<AioContext>(depth);
+    const int answer = Setup(depth, &context_->id);
+    if (answer < 0) return SetupError(-answer, "io_setup", depth);
+  }
+  // A sandbox may allow requests, but not to learn of their end; then another engine must be taken now.
+  timespec at_once = {};
+  const int asked = GetEvents(context_->id, 0, events_.size(), events_.data(), &at_once);
+  return asked < 0 ? SetupError(-asked, "io_getevents", depth) : Status::Ok();
 }
 
 LibaioEngine::~LibaioEngine() {
@@ -158,6 +163,9 @@ LibaioEngine::~LibaioEngine() {
     const int reaped = GetEvents(context_->id, 1, events_.size(), events_.data(), nullptr);
     if (reaped > 0) {
       in_kernel_count_ -= static_cast<size_t>(reaped);
+    } else if (reaped == -EPERM || reaped == -EACCES || reaped == -ENOSYS) {
+      context_.reset();  // a sandbox that was entered meanwhile refuses this for ever: io_destroy has to wait
+      return;
     } else if (reaped != -EINTR) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -3,6 +3,10 @@
 // reason, except the threads engines, which run everywhere.
 //
 // engine_contract_test [SCRATCH_DIRECTORY [ENGINE]]
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+
 #include "engine_candidates.h"
 
 namespace fastpersist {
@@ -542,6 +546,38 @@ void UseOfAnInheritedEngineAborts(const Candidate& candidate) {
   EXPECT(RunOne(*engine, Read(file, buffer.all(), 0, 0)).sys_errno == 0);
 }
 
+// From now on the kernel refuses this process the calls that reap. False: it has no seccomp filters.
+bool DenyReaping() {
+  sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_io_getevents, 1, 0),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(uring_abi::kSysEnter), 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program{.len = std::size(code), .filter = code};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0) == 0;
+}
+
+void SandboxThatIsEnteredWithRequestsInFlightHangsNobody(const Candidate& candidate) {
+  if (!candidate.works_in_forked_child || candidate.name.find("threads") != std::string::npos) return;
+  EXPECT(ExitCodeOfChild([&] {
+           Buffer buffer(kAlignment);
+           const File file(g_scratch.input, O_RDONLY, candidate.direct);
+           auto engine = Make(candidate, 2);
+           g_failure_count = 0;
+           for (uint64_t i = 0; i < 2; ++i) {
+             EXPECT(engine->Queue(Read(file, buffer.all(), 0, i)) == QueueResult::kQueued);
+             EXPECT(engine->Submit().ok());
+           }
+           if (!DenyReaping()) return 0;
+           engine.reset();
+           const auto next = candidate.create({.name = candidate.name, .queue_depth = 2});
+           EXPECT(next.ok() ? !candidate.moves_bytes : next.status().code() == StatusCode::kUnsupported);
+           return g_failure_count;
+         }) == 0);
+}
+
 // VmPin of /proc/self/status: what the kernel keeps pinned for this process.
 uint64_t PinnedBytes() {
   std::ifstream status("/proc/self/status");
@@ -661,6 +697,7 @@ void RunAll(const Candidate& candidate) {
   OwnerMayChangeBetweenThreads(candidate);
   ForkWithRequestsInFlightHurtsNobody(candidate);
   UseOfAnInheritedEngineAborts(candidate);
+  SandboxThatIsEnteredWithRequestsInFlightHangsNobody(candidate);
   MemoryThatIsKnownBeforehandWorks(candidate);
   SignalsDoNotShow(candidate);
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.forking import SMALL_RING, Report, in_child, run_in_child
 from support.leaks import no_leaks
 from support.sandbox import (
     FILESYSTEMS,
+    IO_GETEVENTS,
     IO_SETUP,
     IO_URING_ENTER,
     IO_URING_SETUP,
@@ -213,17 +215,20 @@ def test_denied_io_uring_enter_leaves_another_engine_to_every_kind_of_file(tmp_p
         assert torch.equal(rows.gather(ids), value[ids])
 
 
+@pytest.mark.parametrize(("denied", "name"), [(IO_SETUP, "io_setup"), (IO_GETEVENTS, "io_getevents")])
 @in_child({})
 def test_denied_io_uring_and_aio_leave_threads(
-    tmp_path: Path, announce_anew: None, caplog: pytest.LogCaptureFixture
+    denied: int, name: str, tmp_path: Path, announce_anew: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    deny_system_calls(IO_URING_SETUP, IO_SETUP)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)  # ends the child if an engine waits for ever
+    deny_system_calls(IO_URING_SETUP, denied)
     caplog.set_level("INFO", logger="fastpersist")
     for step in range(2):
         report = fp.save(make_state(step), tmp_path / "model.pt")
         assert report.engine in ("threads", "threads-buffered")
         assert load_step(tmp_path / "model.pt") == step
-    with pytest.raises(UnsupportedError, match="Linux AIO is not permitted here"):
+    with pytest.raises(UnsupportedError, match=rf"Linux AIO is not permitted here.*\({name}: "):
         fp.save(make_state(3), tmp_path / "model.pt", engine="libaio")
     if report.engine == "threads":
         (message,) = [message for message in engine_messages(caplog) if message.startswith("engine threads for")]
