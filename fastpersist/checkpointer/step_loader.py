@@ -369,12 +369,12 @@ def _read_step(root: str, step: int, options: LoadOptions, read: Read) -> Any:
 
     try:
         found = read_committed(root, step, read_held, checks_files=checks_files)
-    except (CheckpointNotFoundError, CorruptionError) as error:
+    except _Unusable as error:
         is_missing = isinstance(error, CheckpointNotFoundError)
         if not _is_shared(read) or not (is_missing or (options.copies and not is_open)):
             raise
         if not is_missing:
-            _log.warning("the copy of step %d in %s is damaged; looking for other copies: %s", step, root, error)
+            _log.warning("the copy of step %d in %s cannot be used; looking for other copies: %s", step, root, error)
         parts = _StepInParts(read, os.path.join(root, step_name(step)), None, None)  # others may have all of it
         if not parts.exists:
             raise

@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -268,6 +270,24 @@ def test_damaged_copy_is_replaced_by_another_one(tmp_path: Path, damage: str) ->
     else:
         (path / ("state.pt" if damage == "gone" else "MANIFEST.json")).unlink()
     assert run_ranks(2, resume_copies, roots) == [2, 2]
+
+
+def test_copy_that_cannot_be_read_is_replaced_by_another_one(tmp_path: Path) -> None:
+    roots = two_stores(tmp_path)
+    run_ranks(2, train_copies, roots, 2)
+    assert run_ranks(2, resume_beside_a_failing_disk, roots) == [2, 2]
+
+
+def resume_beside_a_failing_disk(rank: int, count: int, roots: list[Path]) -> int:
+    real_stat = os.stat
+
+    def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if rank == 1 and str(path).endswith("state.pt"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real_stat(path, *arguments, **options)
+
+    with mock.patch.object(os, "stat", stat):
+        return resume_copies(rank, count, roots)
 
 
 def test_of_two_saves_of_one_step_the_later_one_is_read(tmp_path: Path) -> None:
