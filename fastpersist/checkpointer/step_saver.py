@@ -205,7 +205,7 @@ class StepSaver:
     def _begin_coordinator(self, step: StepSave, directory: DirectorySave) -> None:
         """Save the coordinator's part of the state into the directory."""
         directory.save(step.state, STATE_NAME, owners=self._owners)
-        self._pickle = directory.pickles[-1]
+        self._pickle = directory.pickle
 
     def _begin_follower(self, step: StepSave, peer: FollowerSave) -> None:
         """Save a follower's part of the state."""

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -308,23 +308,18 @@ def is_there(path: str) -> bool:
     Raises:
         StorageError: It cannot be looked up; `os.path.exists` returns False for an error of the disk, too.
     """
-    with storage_errors("looking up", path):
-        try:
-            os.stat(path)
-        except FileNotFoundError:
-            return False
-    return True
+    return _can_be_looked_up(path, os.stat)
 
 
 def has_name(path: str) -> bool:
-    """Tell whether something has this name, be it a link that leads nowhere.
+    """Tell whether something has this name, be it a link that leads nowhere. Raises as `is_there`."""
+    return _can_be_looked_up(path, os.lstat)
 
-    Raises:
-        StorageError: It cannot be looked up; `os.path.lexists` returns False for an error of the disk, too.
-    """
+
+def _can_be_looked_up(path: str, look: Callable[[str], object]) -> bool:
     with storage_errors("looking up", path):
         try:
-            os.lstat(path)
+            look(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
     return True

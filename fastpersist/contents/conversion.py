@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,16 +22,13 @@ import torch
 from fastpersist import _native
 from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
 from fastpersist.commit.filesystem import absolute_path, filesystem
-from fastpersist.commit.step_listing import read_manifest
 from fastpersist.contents.pieces import Piece, read_pieces
 from fastpersist.contents.statistics import can_be_widened, in_parts
 from fastpersist.contents.stored import Contents, Stored
-from fastpersist.dcp.checkpoint_directory import find_others, keep_others
+from fastpersist.dcp.checkpoint_directory import files_of_ours, find_others, keep_others
 from fastpersist.errors import (
-    CheckpointNotFoundError,
     ChecksumError,
     ConfigError,
-    CorruptionError,
     InternalError,
     UnsupportedError,
 )
@@ -48,7 +44,6 @@ from fastpersist.transfer.writer import Pieces, Writer
 
 __all__ = ["Conversion", "Wish", "convert"]
 
-_log = logging.getLogger("fastpersist")
 
 _METADATA = {"format": "pt"}
 """What transformers looks for in a safetensors file."""
@@ -255,11 +250,7 @@ def _convert_to_shards(
 
 def _keep_others(directory: DirectorySave, out: str) -> None:
     """Keep what is in a directory beside the checkpoint that is replaced, such as a config.json."""
-    own: set[str] = set()
-    try:
-        own.update(entry.name for entry in read_manifest(out).files if entry.crc32 is not None)  # others have none
-    except (CorruptionError, CheckpointNotFoundError) as error:
-        _log.info("%s is replaced without its manifest: %s", out, error)
+    own = set(files_of_ours(out))
     others = find_others(out, lambda name: name in own or WEIGHTS_NAME.fullmatch(name))
     for name, size_bytes in keep_others(others, out, directory.path):
         directory.add_written(name, size_bytes, None)

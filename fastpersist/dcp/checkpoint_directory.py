@@ -7,6 +7,7 @@ with the old directory.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -18,10 +19,13 @@ from dataclasses import dataclass, field
 from fastpersist.arguments import local_path
 from fastpersist.commit.filesystem import absolute_path, filesystem, is_there, storage_errors
 from fastpersist.commit.locks import ROOT_LOCK_NAME
-from fastpersist.errors import ConfigError, UnsupportedError
+from fastpersist.commit.step_listing import read_manifest
+from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
 
-__all__ = ["Others", "StoragePath", "find_others", "keep_others"]
+__all__ = ["Others", "StoragePath", "files_of_ours", "find_others", "keep_others"]
+
+_log = logging.getLogger("fastpersist")
 
 _BEING_SAVED = re.compile(r"\..+\.(?:pending|retired)-[0-9a-f]{16}", re.DOTALL)
 
@@ -145,6 +149,19 @@ def _refuse_working_directory(path: str, found: Others) -> None:
             raise ConfigError(
                 f"{path} would be replaced, and this process works in it: save into a directory below it instead"
             )
+
+
+def files_of_ours(path: str) -> list[str]:
+    """Return the files that the manifest of a directory lists, but those that a save has kept, which have no CRC.
+
+    A damaged or missing manifest lists none: what it listed is replaced by its name, or kept.
+    """
+    try:
+        manifest = read_manifest(path)
+    except (CorruptionError, CheckpointNotFoundError) as error:
+        _log.info("%s is replaced without its manifest: %s", path, error)
+        return []
+    return [entry.name for entry in manifest.files if entry.crc32 is not None]
 
 
 def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str, int]]:

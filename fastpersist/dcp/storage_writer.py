@@ -5,7 +5,6 @@ DCP makes the ranks agree, `save_planner` decides which rank writes which tensor
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import re
@@ -20,20 +19,18 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastpersist.commit.directory_commit import Overwrite
 from fastpersist.commit.filesystem import storage_errors
-from fastpersist.commit.step_listing import read_manifest
 from fastpersist.dcp.async_stager import CapturingWriter
 from fastpersist.dcp.capture import ShardedCapture
-from fastpersist.dcp.checkpoint_directory import find_others
+from fastpersist.dcp.checkpoint_directory import files_of_ours, find_others
 from fastpersist.dcp.metadata import METADATA_NAME
 from fastpersist.dcp.part_writer import Part, WrittenPart, write_part
-from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError
+from fastpersist.errors import ConfigError
 from fastpersist.formats.manifest import MANIFEST_NAME, step_of
 from fastpersist.saving.directory_save import DirectorySave
 from fastpersist.saving.ownership import Owners
 
 __all__ = ["FastPersistWriter"]
 
-_log = logging.getLogger("fastpersist")
 
 _FILE_OF_DCP = re.compile(r"__\d+_\d+\.distcp|(?:__\d+)?\.metadata(?:\.tmp)?")
 
@@ -138,7 +135,8 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         others = find_others(path, _FILE_OF_DCP.fullmatch)
         files_of_others = [name for name in names if step_of(name) is not None or name in ("LATEST", ".lock")]
         files_of_others += [name for name in others.files if os.path.basename(name) in (METADATA_NAME, MANIFEST_NAME)]
-        files_of_others += _listed_in_manifest(path) if MANIFEST_NAME in names else []
+        if MANIFEST_NAME in names:
+            files_of_others += [name for name in files_of_ours(path) if not _FILE_OF_DCP.fullmatch(name)]
         if not exists:  # another save is writing them, or has not finished
             files_of_others += [name for name in names if _FILE_OF_DCP.fullmatch(name)]
         if files_of_others:
@@ -183,18 +181,3 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             directory.add_bytes(METADATA_NAME, pickle.dumps(metadata))
             self._keep_others(directory, _FILE_OF_DCP.fullmatch)
             directory.publish(durable=self._durable).result()
-
-
-def _listed_in_manifest(path: str) -> list[str]:
-    """Return the files of a checkpoint of ours beside DCP's; not other files that it has kept, which have no CRC."""
-    try:
-        manifest = read_manifest(path)
-    except (
-        CorruptionError,
-        CheckpointNotFoundError,
-    ) as error:  # damaged; files with names of DCP's are replaced all the same
-        _log.info("%s is replaced without its manifest: %s", path, error)
-        return []
-    return [
-        entry.name for entry in manifest.files if entry.crc32 is not None and not _FILE_OF_DCP.fullmatch(entry.name)
-    ]

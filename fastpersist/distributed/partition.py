@@ -2,8 +2,8 @@
 
 Large sources are *cut*: the whole blocks of each in the file, its interior, are divided among the writers. The
 coordinator writes everything else. A writer's blocks are one range of the concatenated interiors, so the shares of two
-writers differ by at most one block, and few sources are really cut. The CRCs of the parts
-are combined here, too.
+writers differ by at most one block, and few sources are really cut. The CRCs of the parts are
+combined here, too.
 """
 
 from __future__ import annotations

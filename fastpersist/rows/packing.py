@@ -4,9 +4,9 @@ Rows that are requested together then lie together: a read of a block brings sev
 table is small. The permutation goes into the sidecar, so callers keep their ids.
 
 The source is read only in file order, and compared with the checksums in its sidecar: a new sidecar would make damaged
-rows good. A pass reads the whole source, and keeps the rows in memory that belong into the
-next window of the destination; then the window is written. With memory for a quarter of the table, this takes four
-reads of the source and one write, all sequential.
+rows good. A pass reads the whole source, and keeps the rows in memory that belong into the next window of the
+destination; then the window is written. With memory for a quarter of the table, this takes four reads of the source and
+one write, all sequential.
 """
 
 from __future__ import annotations

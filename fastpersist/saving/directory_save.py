@@ -220,7 +220,7 @@ class DirectorySave(Uncopied):
         self._failed = False
         self._looked: tuple[int, tuple[object, ...], Ownership] | None = None
         self.captures: list[Capture] = []
-        self.pickles: list[bytes] = []  # of what `save` was given, for a warning
+        self.pickle = b""  # of the object that was saved last, for a warning
         self._tasks: deque[Callable[[], None]] = deque()  # what the lane has yet to do; it may come to it much later
         require_bools(make_parents=make_parents)
         final_path = absolute_path(local_path(path))
@@ -305,7 +305,7 @@ class DirectorySave(Uncopied):
             )
         self._files.add(name)
         self.captures.append(capture)
-        self.pickles.append(container.skeleton.pickle if isinstance(container, TorchZipContainer) else b"")
+        self.pickle = container.skeleton.pickle if isinstance(container, TorchZipContainer) else b""
         self._stats.plan_s += time.monotonic() - started_s
         self._pending.begin(capture, lambda: self._submit(lambda: self._write_file(name, planned, snapshot)))
         self._stats.stall_s += time.monotonic() - started_s
