@@ -132,7 +132,7 @@ class PendingDirectory:
                 `path`; everything that dead saves have left there is removed.
 
         Raises:
-            ConfigError: Something that may not be replaced has the name.
+            ConfigError: Something that may not be replaced has the name; `pending_in` is on another file system.
             StorageError: The directory could not be made.
         """
         final_path = resolve_final_path(path)
@@ -141,6 +141,14 @@ class PendingDirectory:
         if pending_in is not None:
             with storage_errors("looking up", pending_in):
                 pending_in = os.path.realpath(pending_in)
+                device = os.stat(pending_in).st_dev
+            with storage_errors("looking up", parent):
+                is_elsewhere = os.stat(parent).st_dev != device
+            if is_elsewhere:
+                raise ConfigError(
+                    f"pending_in {pending_in} is on another file system than {parent}, so its files could not get "
+                    "their final names; choose a directory on the same file system"
+                )
             sweep_directories(pending_in, _ANY_NAME)
         mode = _check_name(final_path, overwrite)
         for _ in range(_ATTEMPT_COUNT):

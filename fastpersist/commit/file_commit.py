@@ -513,13 +513,18 @@ def _unlink_quietly(path: str) -> None:
 
 
 def find_leftovers(target: Target) -> list[str]:
-    """List the pending files of a target, those that are being written by this or another process included."""
+    """List the pending files of a target, those that are being written by this or another process included.
+
+    Raises:
+        StorageError: The directory could not be read. Without the permission to list it, there are none.
+    """
     name = re.compile(re.escape(hidden_prefix(target.path)) + f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
-    try:
-        with os.scandir(target.directory) as entries:
-            return [entry.path for entry in entries if name.fullmatch(entry.name)]
-    except OSError:
-        return []  # it may be writable and not listable; if not, creating the file will raise
+    with storage_errors("listing", target.directory):
+        try:
+            with os.scandir(target.directory) as entries:
+                return [entry.path for entry in entries if name.fullmatch(entry.name)]
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return []  # it may be writable and not listable; if not, creating the file will raise
 
 
 def is_being_written(path: str) -> bool:
@@ -543,8 +548,13 @@ def sweep(target: Target) -> list[str]:
     Returns:
         The paths that were removed.
     """
-    removed = []
-    for path in find_leftovers(target):
+    removed: list[str] = []
+    try:
+        leftovers = find_leftovers(target)
+    except StorageError as error:
+        _log.warning("leftovers of %s stay: %s", target.path, error)
+        return removed
+    for path in leftovers:
         with _live_guard:
             try:
                 if is_live(os.lstat(path)):

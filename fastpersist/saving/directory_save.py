@@ -186,7 +186,8 @@ class DirectorySave(Uncopied):
             parents whose readers take hidden names for checkpoints. Leftovers of dead saves there are removed.
 
     Raises:
-        ConfigError: The path exists and overwrite is False; unknown engine, or value of overwrite.
+        ConfigError: The path exists and overwrite is False; unknown engine, or value of overwrite; `pending_in` is on
+            another file system.
         StorageError: The pending directory cannot be made.
 
     As a context manager it removes everything if publish() was not called in the block.

@@ -172,6 +172,26 @@ def test_what_is_given_up_leaves_nothing_elsewhere(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == []
 
 
+def test_a_pending_directory_on_another_file_system_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    real = os.stat
+
+    def other_device(path: os.PathLike[str] | str, **options: object) -> os.stat_result:
+        status = real(path, **options)  # type: ignore[arg-type]
+        if os.fspath(path) != str(elsewhere):
+            return status
+        return os.stat_result((*status[:2], status.st_dev + 1, *status[3:]))
+
+    monkeypatch.setattr(os, "stat", other_device)
+    with pytest.raises(fp.ConfigError, match=f"pending_in {elsewhere} is on another file system than {tmp_path}"):
+        fp.DirectorySave(tmp_path / "one", pending_in=elsewhere)
+    assert os.listdir(tmp_path) == ["elsewhere"]
+    assert os.listdir(elsewhere) == []
+
+
 # --- a file that cannot be written
 
 

@@ -472,3 +472,17 @@ def test_lock_that_fails_otherwise_is_an_error(
 def test_directory_that_cannot_be_listed_has_no_leftovers() -> None:
     assert find_leftovers(Target("/missing/model.pt")) == []
     assert sweep(Target("/missing/model.pt")) == []
+
+
+def test_an_error_of_the_disk_is_not_taken_for_no_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    target = resolve_target(str(tmp_path / "model.pt"))
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(StorageError, match=f"listing {tmp_path}"):
+        find_leftovers(target)
+    assert sweep(target) == []  # a save does without
+    assert "stay" in caplog.text

@@ -355,6 +355,22 @@ def test_what_is_left_for_the_next_writer_has_no_reserved_space(
     expect_table(tmp_path / "table.npy", 2 * count)
 
 
+def test_a_directory_that_cannot_be_read_is_no_reason_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.npy"
+    fail_behind(path, 100, resume=True)
+
+    def fail(path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with monkeypatch.context() as broken, pytest.raises(StorageError, match=f"listing {tmp_path}"):
+        broken.setattr(os, "scandir", fail)
+        int32_writer(path, resume=True).__enter__()
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 100
+
+
 def test_a_child_that_leaves_the_block_cuts_nothing(tmp_path: Path) -> None:
     with int32_writer(tmp_path / "table.npy", resume=True) as writer:
         writer.append(make_rows(5_000, WIDTH))
