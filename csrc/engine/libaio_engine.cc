@@ -149,7 +149,7 @@ Status LibaioEngine::Open() {
   // A sandbox may allow requests, but not to learn of their end; then another engine must be taken now.
   timespec at_once = {};
   const int asked = GetEvents(context_->id, 0, events_.size(), events_.data(), &at_once);
-  return asked < 0 ? SetupError(-asked, "io_getevents", depth) : Status::Ok();
+  return asked < 0 && asked != -EINTR ? SetupError(-asked, "io_getevents", depth) : Status::Ok();
 }
 
 LibaioEngine::~LibaioEngine() {

@@ -307,7 +307,7 @@ class Root:
         except CorruptionError:
             return True
         except (StorageError, CheckpointNotFoundError):
-            return False
+            pass  # no proof by itself, but a load may have gone back from the step for this reason
         return step in self.unloadable
 
     def forget(self) -> None:

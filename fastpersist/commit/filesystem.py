@@ -322,6 +322,10 @@ def _can_be_looked_up(path: str, look: Callable[[str], object]) -> bool:
             look(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # nothing can have such a name
+                return False
+            raise
     return True
 
 

@@ -107,6 +107,14 @@ def test_step_is_damaged_if_a_load_has_said_so_until_it_is_saved_again(tmp_path:
     assert (removed, root.unloadable) == ([2], {3})
 
 
+def test_step_that_could_not_be_looked_at_by_a_load_is_saved_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    root = Root(str(tmp_path), RetentionPolicy())
+    root.unloadable.add(1)
+    with failing_lookup(tmp_path / step_name(1) / "state.pt"):
+        assert root.is_damaged(1)
+
+
 def test_step_that_cannot_be_looked_at_is_not_damaged_and_stays(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     before = (tmp_path / step_name(2) / "state.pt").read_bytes()

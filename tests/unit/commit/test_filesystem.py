@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fastpersist.commit.filesystem import Filesystem, filesystem, open_regular, storage_errors, using
+from fastpersist.commit.filesystem import (
+    Filesystem,
+    filesystem,
+    has_name,
+    is_there,
+    open_regular,
+    storage_errors,
+    using,
+)
 from fastpersist.errors import FormatError, NoSpaceError, StorageError
 
 real = Filesystem()
@@ -100,6 +108,12 @@ def test_create_takes_no_file_or_link_that_is_there(what: str, tmp_path: Path) -
         real.create(str(path))
     assert caught.value.errno == errno.EEXIST
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_name_that_is_too_long_is_absent(tmp_path: Path) -> None:
+    path = str(tmp_path / ("n" * 256))
+    assert not has_name(path)
+    assert not is_there(path)
 
 
 def test_allocate_sets_the_size_and_truncate_cuts_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,22 @@ def path(tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------- opening
+
+
+@pytest.mark.parametrize("engine", ["uring", "libaio"])
+def test_signals_while_a_file_is_opened_are_no_errors(path: Path, engine: str) -> None:
+    try:
+        fp.TensorFile(path, "w", engine=engine).close()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5e-5, 5e-5)
+        for _ in range(2_000):
+            fp.TensorFile(path, "w", engine=engine).close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_modes_make_empty_and_keep_what_they_should(path: Path) -> None:
