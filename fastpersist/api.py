@@ -240,7 +240,7 @@ def load(
 
     Args:
         path: A file written by fastpersist, torch.save or safetensors. A file object is passed to torch.load.
-        map_location: As in torch.load: None, a device or its name, a dict of locations, or a callable.
+        map_location: The same as in torch.load: None, a device or its name, a dict of locations, or a callable.
         weights_only: Build nothing but tensors and plain containers. Pass False only for files that you trust.
         verify: Check every CRC while reading, before anything is unpickled.
         progress: Show bytes, rate and remaining time on standard error.

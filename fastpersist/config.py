@@ -129,7 +129,7 @@ class Network(NamedTuple):
     """How ranks connect with rank 0.
 
     Attributes:
-        ports: Where rank 0 listens: at the first that is free; 0 for one that the kernel picks.
+        ports: The ports at which rank 0 listens: it takes the first that is free; 0 for a port that the kernel picks.
         interface: The name of a network interface, or an address; "" for any.
     """
 

@@ -239,7 +239,7 @@ class Checkpointer(Uncopied):
         place.
 
         Args:
-            process_group: Of all ranks that save from now on; None if this process is alone.
+            process_group: The group of all ranks that save from now on; None if this process is alone.
 
         Raises:
             ConfigError: This object is closed; torch does not know the group; or the root of some rank, or `busy`,
@@ -282,7 +282,7 @@ class Checkpointer(Uncopied):
             state: Any object that torch.save takes, usually a dict. It is pickled before this returns.
             rank_state: An object of this process alone (data position, RNG). It gets a file of its own, and load()
                 returns it under the key "rank_state". Each rank may have one.
-            metrics: Numbers by name, for the manifest and for keep_best. With several ranks, those of the coordinator.
+            metrics: Numbers by name, for the manifest and for keep_best. With several ranks, the coordinator's count.
             overwrite: Replace the step if it exists. A damaged step is always replaced. With several ranks, the
                 coordinator decides.
 

@@ -21,8 +21,8 @@ class GracePeriod:
     """Counts the seconds since a signal has come.
 
     Args:
-        limit_s: How many there are.
-        when_over: Called on the thread if the period was not ended in time.
+        limit_s: The length of the period, in seconds.
+        when_over: Called on the period's own thread if the period was not ended in time.
 
     Thread safety: any thread may call `left_s`; the training thread, and signal handlers on it, call the others.
     """

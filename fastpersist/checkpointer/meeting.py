@@ -34,9 +34,9 @@ def meet_ranks(
     Args:
         process_group: The group.
         root: The root of this rank.
-        busy: As in `Checkpointer`.
+        busy: The option `busy` of `Checkpointer`.
         timeout_s: Seconds of silence after which a rank counts as failed.
-        node_local: As in `Checkpointer`.
+        node_local: The option `node_local` of `Checkpointer`.
 
     Returns:
         The ranks, and how many of them write by the coordinator's tuning file; None if this rank is alone.
@@ -67,20 +67,20 @@ class BoundRanks:
     """The ranks of the process group that a Checkpointer is bound to, from its constructor or rebind() on.
 
     Args:
-        process_group: All its ranks make one, at the same time.
+        process_group: All ranks of this group make one, at the same time; None if this rank is alone.
         path: The root of this rank.
-        own_root: Makes it and takes its lock.
-        node_local: As in `Checkpointer`, and so the next three.
+        own_root: Makes this rank's root and takes its lock.
+        node_local: The option of `Checkpointer`, as are the next three.
         busy: …
         writers: …
         check_replicas: …
-        timeout_s: `peer_timeout_s`.
+        timeout_s: The option `peer_timeout_s` of `Checkpointer`.
 
     Attributes:
         ranks: The ranks, connected; None if this one is alone.
-        stores: What is known of their file systems.
-        writers: Those that write what is cut, in order; with copies, by rank those of its store.
-        newest_begun: The step that they have begun to save last.
+        stores: What is known of the file systems that the ranks see.
+        writers: The ranks that write what is cut, in order; with copies: for each rank, the writers of its store.
+        newest_begun: The last step that the ranks have begun to save; None before the first.
 
     Raises:
         ConfigError, PeerError, CoordinationError: As `meet_ranks`.

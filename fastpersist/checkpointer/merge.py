@@ -72,11 +72,11 @@ def merge(
     """Make one ordinary file of a checkpoint that lies in parts or in shards.
 
     Args:
-        directories: Of one step: one of each store, brought to this machine; or one that holds shards.
+        directories: The directories of one step: one from each store, brought to this machine; or one with all shards.
         path: The file to make.
         overwrite: Replace a file that is there.
-        format: "torch", "safetensors", or "auto": as the path's suffix says.
-        weights_only: As in torch.load, for data that is loaded: shards, and parts that become safetensors.
+        format: "torch", "safetensors", or "auto", which takes the format from the path's suffix.
+        weights_only: The option of torch.load, for data that is loaded: shards, and parts that become safetensors.
         engine: "auto", or an engine's name, which then never falls back.
         progress: Show bytes, rate and remaining time on standard error.
 

@@ -150,7 +150,7 @@ def best_steps(committed: Mapping[int, Mapping[str, float]], rule: tuple[int, st
     """Return the steps that have the metric of a `keep_best` rule, the best one first.
 
     Args:
-        committed: As in `steps_to_remove`.
+        committed: The metrics of each committed step, as in `steps_to_remove`.
         rule: (count, metric, "min" or "max"); the count is ignored.
 
     Thread safety: any thread, as long as nobody changes `committed` meanwhile.
@@ -384,7 +384,7 @@ class Root:
 
         Args:
             step: The step.
-            metrics: Its metrics.
+            metrics: The step's metrics.
             among: The steps that the rules see; None for all. A root on a node's own disk may hold parts of steps that
                 were never committed.
         """

@@ -31,12 +31,12 @@ class StepSaves:
     """Begins the saves of a Checkpointer.
 
     Args:
-        root: Where they go.
+        root: The directory that the steps are saved to.
         retention: The rules by which steps stay.
         saver: Writes the steps.
         queue: Follows the saves.
-        busy: As in `Checkpointer`.
-        on_error: Likewise.
+        busy: The option `busy` of `Checkpointer`.
+        on_error: The option `on_error` of `Checkpointer`.
 
     Attributes:
         bound: The ranks that save; set before the first save.
@@ -88,7 +88,7 @@ class StepSaves:
         """Begin to save a step; see `Checkpointer.save`.
 
         Args:
-            step: As given, and so the next four.
+            step: The argument of `Checkpointer.save`, as are the next four.
             state: …
             rank_state: …
             metrics: …
@@ -205,7 +205,7 @@ class StepSaves:
         A save that finds the disk full calls this, on the thread that writes.
 
         Args:
-            path: What is saved; nothing is done for what others save.
+            path: The path that is being saved; nothing is done for a path outside this root.
         """
         if self.closed or not path.startswith(os.path.join(self._root.directory, "")):
             return False

@@ -46,7 +46,7 @@ class SignalSave:
     """The installed signal handlers, the signals they have noted, and the earlier handlers.
 
     Args:
-        owners: The optimizers. After a step of the last of them the state is that of a whole step.
+        owners: The optimizers. After a step of the last of them, the state is that of a whole step.
         save: Saves a step with its state and rank_state, and returns when it is committed; raises TimeoutError if that
             takes more than so many seconds.
         is_saved: Tells whether a step is committed, or being saved.

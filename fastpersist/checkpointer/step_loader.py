@@ -124,7 +124,7 @@ class LoadOptions:
         """Return a loaded state with new names and in another dtype, as far as that is asked for.
 
         Args:
-            path: Of the step, for messages.
+            path: The step's path, for messages.
             state: The state, without what belongs to single ranks.
         """
         if self.rename is not None and not self.into:  # else it is renamed on the way to its targets
@@ -303,10 +303,10 @@ def look_together(
     """Return the steps that are there, the same on all ranks.
 
     Args:
-        root: This rank's.
-        group: All its ranks call this; None for a process that is alone.
+        root: This rank's root.
+        group: The group whose ranks all call this; None for a process that is alone.
         look: Returns the steps that this rank sees.
-        everywhere: What any rank sees counts; without it, only what the coordinator sees, unless it sees none.
+        everywhere: A step counts if any rank sees it; without it, only if the coordinator does, unless it sees no step.
 
     Raises:
         StorageError: This rank cannot look.

@@ -110,7 +110,7 @@ class StepSaver:
         owners: The optimizers and constants, whose storages are not copied at once.
         arena: Host memory for copied bytes.
         engine: "auto", or an engine's name, which then never falls back.
-        paranoid: As in `Checkpointer`.
+        paranoid: The option `paranoid` of `Checkpointer`.
 
     Thread safety: only the training thread calls it; the files are written by a thread of its own.
     """
@@ -284,7 +284,7 @@ class SaveQueue:
 
     Args:
         root: The directory of the steps, for messages.
-        on_error: As in `Checkpointer`.
+        on_error: The option `on_error` of `Checkpointer`.
 
     Attributes:
         stats: What each save cost, oldest first; the last 1000.
@@ -304,7 +304,7 @@ class SaveQueue:
         """Wait until fewer than two saves are unwritten, or leave one out.
 
         Args:
-            busy: As in `Checkpointer`.
+            busy: The option `busy` of `Checkpointer`.
 
         Returns:
             False if the new save is to be left out.

@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Its words, without the program's name; None for those of this process.
+        argv: The words of the command, without the program's name; None for the arguments of this process.
 
     Returns:
-        The exit code: as the epilog has it; 130 interrupted, 141 when the output pipe is closed.
+        The exit code, as the epilog lists them; 130 if interrupted, 141 if the output pipe is closed.
 
     Raises:
         SystemExit: From argparse: 0 after --help and --version, 2 for a usage error.

@@ -37,7 +37,7 @@ def positive_number(text: str) -> float:
     """Read a finite number above 0.
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: The text is no such number.
     """
     try:
         value = float(text)
@@ -52,7 +52,7 @@ def size(text: str) -> int:
     """Read a number of bytes: "8MiB", "2GB", "512".
 
     Raises:
-        ArgumentTypeError: It is none.
+        ArgumentTypeError: The text is no such number.
     """
     try:
         return byte_count(text, "the size")

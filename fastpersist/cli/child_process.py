@@ -31,7 +31,7 @@ def python_command(program: str, *arguments: str) -> list[str]:
 
     Args:
         program: The Python code to run.
-        arguments: For its `sys.argv`.
+        arguments: The arguments in its `sys.argv`.
     """
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}", *arguments]
 
@@ -41,8 +41,8 @@ class ChildProcess(contextlib.AbstractContextManager["ChildProcess"]):
 
     Args:
         program: The Python code that a fresh interpreter runs.
-        arguments: For its `sys.argv`.
-        environment: Replaces ours.
+        arguments: The arguments in its `sys.argv`.
+        environment: The environment of the process, in place of ours.
         title: Names the process in messages: "the process that saves".
     """
 
@@ -149,7 +149,7 @@ def connection_to_parent(descriptor: int) -> Iterator[Connection]:
     """Open the process's end of a `ConnectedProcess`; leave the with block when the parent has closed its end.
 
     Args:
-        descriptor: Of our end.
+        descriptor: The file descriptor of the process's end.
     """
     # A parent that closes its end before it has read an answer resets the connection.
     with Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):

@@ -176,7 +176,7 @@ class TokenClock:
         show: Called at each token with the number of tokens so far.
 
     Attributes:
-        times_s: Of the start, then of each token, by the clock `time.perf_counter`.
+        times_s: The time of the start, then of each token, by the clock `time.perf_counter`.
     """
 
     def __init__(self, show: Callable[[int], None] | None = None) -> None:
@@ -254,11 +254,11 @@ def throughputs(batch_size: int, prompt_len: int, gen_len: int, prefill_s: float
     """Return the figures that ZeRO-Inference's script prints, in tokens per second.
 
     Args:
-        batch_size: Prompts at once.
-        prompt_len: Tokens of each.
-        gen_len: Tokens generated for each.
-        prefill_s: Until the first one.
-        total_s: Until the last one.
+        batch_size: The number of prompts that are processed at once.
+        prompt_len: Tokens in each prompt.
+        gen_len: Tokens that are generated for each prompt.
+        prefill_s: Seconds until the first token.
+        total_s: Seconds until the last token.
     """
     decode_s = total_s - prefill_s
     return {

@@ -145,8 +145,8 @@ def print_table(headers: Sequence[str], alignments: Sequence[str], rows: Sequenc
     """Print an empty line and a table.
 
     Args:
-        headers: Of the columns.
-        alignments: Of each column "left" or "right".
+        headers: The headers of the columns.
+        alignments: The alignment of each column: "left" or "right".
         rows: The cells; they are printed as they are.
     """
     from tabulate import tabulate
@@ -165,8 +165,8 @@ def bytes_bar(what: str, total_bytes: int, *, quiet: bool) -> tqdm[Any]:
     """Make a progress bar of bytes: one line that appears after two seconds, and none where standard error is a file.
 
     Args:
-        what: Is being done.
-        total_bytes: When it is done.
+        what: What is being done; the label of the bar.
+        total_bytes: The number of bytes at which all is done.
         quiet: Show nothing.
     """
     from fastpersist.transfer.progress import progress_bar

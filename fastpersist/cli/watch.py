@@ -49,12 +49,12 @@ class Flight:
     """A save that has begun and is not over.
 
     Attributes:
-        step: Its step.
-        rank_count: How many ranks have told of it.
+        step: The step that is saved.
+        rank_count: The number of ranks that have reported the save.
         begun_s: When it began, Unix time.
-        written_bytes: What its files have on the disk.
-        bytes_per_s: Their rate since the reading before; None at the first.
-        captured: Its state may change again, on all ranks that tell.
+        written_bytes: The bytes of its files that are on the disk.
+        bytes_per_s: The rate of writing since the reading before; None at the first reading.
+        captured: The state may change again, on all ranks that have reported.
     """
 
     step: int

@@ -191,7 +191,7 @@ class PendingDirectory:
         """Create a file, and the directories above it, for step 3.
 
         Args:
-            name: Path below the directory, parts separated by "/".
+            name: The path below the directory; its parts are separated by "/".
 
         Returns:
             A descriptor for reading and writing. Sync the file, and give the descriptor to `close_file`.

@@ -155,8 +155,8 @@ class Target:
 
     Attributes:
         path: The path with symbolic links followed: the file that is replaced.
-        mode: Permission bits for the new file; None where nothing is replaced, for those that open() gives.
-        owner: User and group of the file that is replaced.
+        mode: The permission bits for the new file; None if no file is replaced: then open() gives the bits.
+        owner: The user and group of the file that is replaced.
         why_not_replaceable: Why a rename cannot put a new file there; None where it can.
         is_protected: This user may write the file, but not replace it. A failure while it is overwritten in place would
             lose the old file, so that is done only on request.
@@ -178,7 +178,7 @@ def resolve_target(path: str, *, replace_links: bool = False) -> Target:
     """Find out what a save to `path` replaces, following symbolic links.
 
     Args:
-        path: Of the file.
+        path: The file's path.
         replace_links: Replace a file that has several hard links; its other names keep the old one.
 
     Raises:
@@ -281,8 +281,8 @@ class PendingFile:
         """Go on with a pending file of a save that has died, or has left it with `leave`.
 
         Args:
-            target: As it was for that save.
-            path: One of `find_leftovers`.
+            target: The target of that save, unchanged.
+            path: A path that `find_leftovers` returned.
 
         Returns:
             The file, locked; None if it is gone, or somebody writes it, or the file system has no locks to tell.
@@ -398,8 +398,8 @@ def refuse_existing(path: str) -> None:
     """Refuse a name that is taken, for commands with an option --overwrite.
 
     Raises:
-        ConfigError: It is.
-        StorageError: It cannot be looked up.
+        ConfigError: The name is taken.
+        StorageError: The path cannot be looked up.
     """
     if has_name(path):
         raise ConfigError(f"{path} exists already; choose another name, or say that it may be replaced (--overwrite)")

@@ -262,10 +262,10 @@ class Mount(NamedTuple):
     """A line of the kernel's table of mounts.
 
     Attributes:
-        point: Where it is mounted.
-        type_name: Of the file system, such as "ext4".
+        point: The directory at which it is mounted.
+        type_name: The type of the file system, such as "ext4".
         source: What is mounted: a device, or "server:/export".
-        options: Such as "rw,relatime".
+        options: The mount options, such as "rw,relatime".
     """
 
     point: str
@@ -278,7 +278,7 @@ def mount_of(path: str) -> Mount | None:
     """Return the mount that a path lies on; None if the kernel does not tell.
 
     Args:
-        path: It, or the parents that exist.
+        path: The path; it need not exist.
 
     Source: proc_pid_mountinfo(5). statfs has only a number, which ext2, ext3 and ext4 share.
     """

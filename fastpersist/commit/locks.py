@@ -132,9 +132,9 @@ class HeldDirectory(NamedTuple):
     """A directory that is being read.
 
     Attributes:
-        path: The name that it had when it was opened; for messages.
+        path: The name that the directory had when it was opened; for messages.
         place: A path that leads to it even if it has lost its name; for access. Without /proc it is the name.
-        identity: Its device and inode.
+        identity: The device and inode of the directory.
     """
 
     path: str

@@ -195,9 +195,9 @@ def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, lo
     """Remove a hidden directory; return what it was, or None if somebody writes or reads it, or it is gone already.
 
     Args:
-        path: Of the directory.
+        path: The directory's path.
         prepare: Called before anything is deleted. None: the directory is our own, so nobody writes it.
-        locks_work: As in `sweep_directories`.
+        locks_work: Whether locks work on this file system, as in `sweep_directories`.
     """
     with claimed(path) as lock:
         if lock is Lock.BUSY:
@@ -269,8 +269,8 @@ def remove_quietly(path: str, let_go: Callable[[], None] | None = None) -> None:
     """Remove a pending directory while another error is being raised; the next save removes what is left.
 
     Args:
-        path: Of the directory.
-        let_go: Closes its manifest; called when nothing else is left in it.
+        path: The directory's path.
+        let_go: Closes the directory's manifest; called when nothing else is left in the directory.
     """
     try:
         if let_go is not None:

@@ -115,8 +115,8 @@ def read_committed(
 
     Args:
         root: The directory of the steps.
-        step: Which one.
-        read: Called with its directory and its manifest.
+        step: The number of the step.
+        read: Called with the step's directory and its manifest.
         checks_files: Given the manifest, tells whether to look first if every file of it is there.
 
     Returns:
@@ -200,9 +200,9 @@ class Commit(NamedTuple):
     """When a step was committed, and how good it is, as its manifest says.
 
     Attributes:
-        number: Its place in the order of commits; None in manifests that are older than this field.
+        number: The place of the step in the order of commits; None in manifests that are older than this field.
         time_s: When the manifest was written, Unix time.
-        metrics: Of the training.
+        metrics: The metrics of the step, by name.
     """
 
     number: int | None

@@ -42,10 +42,10 @@ class FioJob:
 
     Attributes:
         direction: Reads are of files that are there; writes make fresh, preallocated files and sync them.
-        size_bytes: Of each file, in whole blocks.
-        engine: fio's name of it.
-        direct: Pass by the page cache.
-        block_bytes: Of one request.
+        size_bytes: The size of each file, in whole blocks.
+        engine: The I/O engine, by fio's name.
+        direct: Use direct I/O, which bypasses the page cache.
+        block_bytes: The size of one request.
         depth: Requests in flight of one job.
         random: Every block once, in shuffled order.
         sharing_count: Jobs that share a file, a range each; for an engine with one request at a time.
@@ -135,8 +135,8 @@ def fio_write_row(size_bytes: int, *, job_count: int = 1) -> Row:
     """Return the write ceiling: a fresh file of at least `size_bytes`, in whole blocks of 8 MiB, synced.
 
     Args:
-        size_bytes: Of the file.
-        job_count: Jobs that write it, each a range of its own.
+        size_bytes: The size that the file has at least.
+        job_count: Jobs that write the file, each a range of its own.
     """
     name = CEILING_NAMES["save"] if job_count == 1 else f"{CEILING_NAMES['save']}, {job_count} jobs"
     file_bytes = fio_write_bytes(size_bytes, job_count)

@@ -32,8 +32,8 @@ class PageCache:
     """Brings a file's pages into the state that a run wants, cold or warm, and keeps account of whether that worked.
 
     Args:
-        warm: Bring the file into the page cache, instead of dropping it from there.
-        whole_machine: If allowed to (root), drop what the kernel caches of other files and names, too.
+        warm: Read the file into the page cache, instead of dropping it from there.
+        whole_machine: Drop what the kernel caches of other files and names, too, if the process may do that (root).
     """
 
     def __init__(self, *, warm: bool, whole_machine: bool) -> None:
@@ -95,8 +95,8 @@ def own_load_rows(recipe: StateRecipe, payload_bytes: int, engines: list[str]) -
     """Return fastpersist's rows: auto, each of `engines`, verified, into existing tensors, safetensors.
 
     Args:
-        recipe: Of the state in the files, to build the target of load_into.
-        payload_bytes: What each result must hold.
+        recipe: The recipe of the state in the files, to build the target of load_into.
+        payload_bytes: The bytes that each result must hold.
         engines: Names for `engine=`.
     """
 

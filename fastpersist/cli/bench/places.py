@@ -56,7 +56,7 @@ def check_device(name: str) -> None:
     """Raise before measuring if --device cannot be used.
 
     Raises:
-        ConfigError: It is neither the CPU nor a CUDA device that torch sees.
+        ConfigError: The name is neither the CPU nor a CUDA device that torch sees.
     """
     try:
         device = torch.device(name)
@@ -73,8 +73,8 @@ def scratch_directory(directory: str, command: str = "bench") -> Iterator[str]:
     """Make a scratch directory in DIR. The end of the block, SIGTERM and SIGHUP remove it; only a SIGKILL leaves it.
 
     Args:
-        directory: DIR.
-        command: Is named by the directory's name.
+        directory: The command's argument DIR.
+        command: The name of the command, which the name of the scratch directory contains.
 
     Raises:
         StorageError: DIR takes no directory.
@@ -106,11 +106,11 @@ def require_space(directory: str, payload_bytes: int, *, instead: str) -> None:
 
     Args:
         directory: The target directory.
-        payload_bytes: Largest number of bytes in it at one time.
-        instead: What needs less, such as "a smaller --size-mb".
+        payload_bytes: The largest number of bytes that are in it at one time.
+        instead: What needs less space, such as "a smaller --size-mb".
 
     Raises:
-        NoSpaceError: The free space is less than that and a tenth more.
+        NoSpaceError: The free space is less than `payload_bytes` and a tenth more.
     """
     needed_bytes = int(1.1 * payload_bytes) + 64 * _MIB
     free_bytes = shutil.disk_usage(directory).free

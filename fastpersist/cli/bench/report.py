@@ -49,11 +49,11 @@ class StateResult:
     """All rows of one state.
 
     Attributes:
-        name: Of the state.
-        payload_bytes: Bytes of its tensors.
-        tensor_count: How many tensors.
-        auto_engine: What engine="auto" took; empty if that row failed, or there is none.
-        rows: In the order of the table.
+        name: The name of the state.
+        payload_bytes: Bytes of all tensors of the state.
+        tensor_count: How many tensors it has.
+        auto_engine: The engine that engine="auto" took; empty if that row failed, or there is none.
+        rows: The rows, in the order of the table.
     """
 
     name: str
@@ -70,7 +70,7 @@ def command_line_text(arguments: argparse.Namespace) -> str:
     in `arguments`, and is spelled out.
 
     Args:
-        arguments: Of the command line; their `parser` is that of the command.
+        arguments: The parsed command line; `parser` in it is the parser of the command.
     """
     parser: argparse.ArgumentParser = arguments.parser
     words = parser.prog.split()
@@ -181,9 +181,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, align: str =
     """Return a table as text.
 
     Args:
-        headers: Of the columns.
-        rows: Their cells; a row may end early.
-        align: "l" or "r" for each of the first columns; the others are numbers, and to the right.
+        headers: The headers of the columns.
+        rows: The cells of each row; a row may end early.
+        align: "l" or "r" for each of the first columns; all others hold numbers, and are aligned to the right.
     """
     from tabulate import tabulate  # here: benchmarks/gpu.py uses this package where tabulate is not installed
 

@@ -26,9 +26,9 @@ class Sample:
     """One run of one row.
 
     Attributes:
-        seconds: From the call to durable (saves) or to all bytes in memory (loads).
+        seconds: The time from the call until all is durable (saves) or all bytes are in memory (loads).
         size_bytes: Bytes that the rate counts.
-        engine: The engine that moved them, empty where there is no such thing.
+        engine: The engine that moved them; empty where there is none.
     """
 
     seconds: float
@@ -42,7 +42,7 @@ class Row:
 
     Attributes:
         name: Unique in a table.
-        kind: The ceiling, ours, or another library.
+        kind: Which sort of row it is: the ceiling, ours, or another library's.
         run: Write a fresh file at a path, or read the one that is there, once. None: it cannot be run.
         suffix: Ending of the file it writes or reads.
         why_not: Why it cannot be run.
@@ -97,8 +97,8 @@ def measure(
     A row that fails is not run again, and its note says why; the others go on.
 
     Args:
-        rows: In the order of the table.
-        round_count: Samples per row, at least 1.
+        rows: The rows, in the order of the table.
+        round_count: The number of samples per row, at least 1.
         before: Takes a row's suffix, prepares a run outside its time, and returns the path that the run gets.
         after: Clears away what a run left, whether it failed or not.
     """

@@ -31,7 +31,7 @@ def usable_engines(directory: str, *, buffered: bool) -> list[str]:
 
     Args:
         directory: An existing one.
-        buffered: With those through the page cache.
+        buffered: Include the engines that use the page cache.
     """
     return [
         probe.name

@@ -73,7 +73,7 @@ class State:
     Attributes:
         tree: Nested dicts and lists of contiguous float32 host tensors and plain numbers.
         payload_bytes: Bytes of all tensors; every rate is these bytes per second, whatever a format adds to them.
-        tensor_count: How many tensors.
+        tensor_count: How many tensors there are.
     """
 
     tree: dict[str, Any]

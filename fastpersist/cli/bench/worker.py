@@ -31,10 +31,10 @@ class Job:
 
     Attributes:
         command: "save" or "load".
-        recipe: Of the state.
-        payload_bytes: Its bytes.
-        engines: Names for the rows that name one.
-        deny_io_uring: Give up io_uring before anything else.
+        recipe: The recipe of the state.
+        payload_bytes: The bytes of the state.
+        engines: Names of engines; each gets a row of its own.
+        deny_io_uring: Make io_uring unusable for this process before anything else.
         apart: Run each row in a forked child, so that none finds memory that another has left: neither the ring, nor
             what the allocator keeps.
     """
@@ -53,7 +53,7 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
     It prepares (builds its state) at once, while the parent goes on until it asks for `rows`.
 
     Args:
-        job: What it shall be able to run.
+        job: What the worker shall be able to run.
     """
 
     def __init__(self, job: Job) -> None:

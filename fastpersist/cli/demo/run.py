@@ -33,13 +33,13 @@ class Run:
     Attributes:
         step_count: Number of steps to train.
         step: The last reported step.
-        resumed_at: The step of the checkpoint that it resumed from; 0 without one.
+        resumed_at: The step of the checkpoint that the run resumed from; 0 without one.
         losses: Loss of each step, as float.hex() writes it.
-        times_s: Seconds of the steps that are a measure, the save and waits for earlier saves included; by the way
-            of saving.
+        times_s: By the way of saving: the seconds of each step that is measured, the save and waits for earlier saves
+            included.
         saves: `SaveStats` of each save that ended, as a dict.
-        digest: SHA-256 of the state at the end; "" until then.
-        killed: Where it was killed, in words; "" if it was not.
+        digest: The SHA-256 of the state at the end; "" until then.
+        killed: Where the run was killed, in words; "" if it was not.
     """
 
     step_count: int
@@ -93,11 +93,11 @@ def run_trainer(
     """Train in a child process, to the end or until it is killed.
 
     Args:
-        directory: Where its checkpoints go.
-        step_count: How far.
-        save_with: "nothing", "fastpersist", "torch" or, of all of these, "turns".
+        directory: The directory of the checkpoints.
+        step_count: The number of the last step.
+        save_with: "nothing", "fastpersist" or "torch"; or "turns", which takes all of them in turn.
         show: Called after each report.
-        quick: The small model.
+        quick: Train the small model.
         resume: Go on from the newest checkpoint in the directory.
         kill: Send SIGKILL at a random moment in the middle third. A trainer that was through before is a run that
             was not killed.

@@ -32,8 +32,8 @@ def measure(directory: Path, *, quick: bool) -> Iterator[str]:
     """Save and load a state in turn, several times.
 
     Args:
-        directory: Below which the files are made, and removed again.
-        quick: A state of some MB, and three rounds instead of five.
+        directory: The directory in which the files are made, and removed again.
+        quick: Use a state of some MB, and three rounds instead of five.
 
     Yields:
         The lines to print.

@@ -29,9 +29,9 @@ class Line:
     """A line over steps or times. A point whose y is None is a gap.
 
     Attributes:
-        name: For the legend.
-        color: Number of the color: the same thing has the same one in all charts.
-        points: (x, y), by x.
+        name: The name of the line in the legend.
+        color: The number of the color: the same thing has the same one in all charts.
+        points: Pairs (x, y), in ascending order of x.
         style: "line", "steps" (y stays until the next point), "dashes", or "dots".
     """
 
@@ -55,9 +55,9 @@ class Bars:
     """A row of spans.
 
     Attributes:
-        label: Beside it.
-        lanes: Spans that lie one over the other; the lanes share the height of the row.
-        value: At its end.
+        label: The text beside the row.
+        lanes: Spans, lane by lane; the lanes lie one above the other and share the height of the row.
+        value: The text at the end of the row.
     """
 
     label: str
@@ -70,13 +70,13 @@ class Chart:
     """One picture.
 
     Attributes:
-        name: Of its file, and its anchor.
-        title: What it shows.
-        unit: Of y, for lines; of x, for bars.
-        x_name: Of the lines' x: "step", or "time".
-        lines, bars: One of them is empty.
-        legend: Of the bars: names and colors.
-        note: How to read it.
+        name: The name of the chart's file and of its anchor.
+        title: What the chart shows.
+        unit: The unit of y, for lines; of x, for bars.
+        x_name: The name of x, for lines: "step" or "time".
+        lines, bars: What is drawn; one of them is empty.
+        legend: For bars: the names and their colors.
+        note: How to read the chart.
     """
 
     name: str

@@ -37,14 +37,14 @@ class Save:
     """A save of one rank, or a step of which only the manifest is left.
 
     Attributes:
-        step: Its step; -1 if it has none.
-        rank: Who tells of it.
-        begun_s: When it began, Unix time; 0.0 if not known.
-        end_s: When it ended, Unix time.
+        step: The step that is saved; -1 if the save has none.
+        rank: The rank that reported the save.
+        begun_s: When the save began, Unix time; 0.0 if not known.
+        end_s: When the save ended, Unix time.
         kind: "committed", "failed" or "skipped".
-        figures: By the names of DURATIONS, and "step_s" and "step_beside_save_s", seconds; and "bytes",
+        figures: Seconds, by the names of DURATIONS, "step_s" and "step_beside_save_s"; and bytes: "bytes",
             "bytes_by_writer", "bytes_at_gate" and "bytes_before_return".
-        engine: What wrote it.
+        engine: The engine that wrote it.
     """
 
     step: int
@@ -89,18 +89,18 @@ class Run:
 
     Attributes:
         path: The root.
-        has_log: Whether there are events; else only the steps that are still there are known.
-        saves: Of rank 0, in the order of their ends; the last 100,000.
+        has_log: Whether there are events; without them, only the steps that are still there are known.
+        saves: The saves of rank 0, in the order in which they ended; the last 100,000.
         left_out_count: Earlier saves that are not among them.
-        kept: When what was there changed: Unix time, number of steps, bytes.
+        kept: For each change of the kept steps: the Unix time, the number of steps, and their bytes.
         failures: (Unix time, step, rank, message), the last 50.
-        failure_count, skipped_count: Of all ranks.
-        ranks: By rank; one for a run of one process.
-        content_bytes: Bytes of the newest step by what they are: "model", "optimizer", "rest".
+        failure_count, skipped_count: The number of failed and of skipped saves, over all ranks.
+        ranks: The sums for each rank, by rank; one entry for a run of one process.
+        content_bytes: Bytes of the newest step, by what they belong to: "model", "optimizer", "rest".
         content_note: What content_bytes is of, or why it is empty.
-        steps_there: Steps that are there, in ascending order.
+        steps_there: The numbers of the steps that are there, in ascending order.
         disk_bytes_per_s: The disk's own rate; None if not known.
-        disk_note: Where that comes from.
+        disk_note: Where `disk_bytes_per_s` comes from.
     """
 
     path: str
@@ -157,8 +157,8 @@ def read_run(path: str, events: Iterable[Event], checkpoints: Iterable[Checkpoin
 
     Args:
         path: The root.
-        events: By time.
-        checkpoints: The steps that are there, by step.
+        events: The events, in the order of time.
+        checkpoints: The manifests of the steps that are there, in ascending order of the step.
     """
     run = Run(path)
     found = _Log(run)

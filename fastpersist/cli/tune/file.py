@@ -26,9 +26,9 @@ def tuning_text(settings: Mapping[str, Any], facts: Mapping[str, Any], findings:
     """Return a tuning file.
 
     Args:
-        settings: By key, settings that differ from the defaults.
+        settings: The settings that differ from the defaults, by key.
         facts: Facts on the machine, from `bench.report.machine_facts`.
-        findings: The findings, a line each.
+        findings: The findings, one line each.
     """
     comments = [
         f"Written by `fastpersist tune {facts['directory']}` on {facts['date']}.",

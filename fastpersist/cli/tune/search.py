@@ -203,14 +203,14 @@ def halve(
     """Return the best thing by successive halving: a few runs of each, then more of the better half, and so on.
 
     Args:
-        race: What measures.
-        things: Without the baseline.
-        baseline: Runs in every round, and is never out.
-        deadline_s: When it is time to have one, by the race's clock.
-        tell: Called before each round with what runs, and how often each.
+        race: Measures the things.
+        things: The things to compare, without the baseline.
+        baseline: A thing that runs in every round, and is never dropped.
+        deadline_s: The time at which a result is due, by the race's clock.
+        tell: Called before each round with the things that run, and how often each runs.
 
     Returns:
-        The best, which may be the baseline; and the seconds by thing of each round.
+        The best, which may be the baseline; and for each round, the seconds by thing.
     """
     left, repeat_count = list(things), _FIRST_REPEAT_COUNT
     rounds = []
@@ -242,12 +242,12 @@ def search(
     What was best before runs against the next ones.
 
     Args:
-        race: What measures.
-        things: Without the baseline; those to be tried first come first.
-        baseline: As in `halve`.
-        deadline_s: By the race's clock.
-        run_s: How long a run takes, as far as is known.
-        tell: As in `halve`.
+        race: Measures the things.
+        things: The things to compare, without the baseline; those to be tried first come first.
+        baseline: A thing that runs in every round, and is never dropped.
+        deadline_s: The time at which a result is due, by the race's clock.
+        run_s: The seconds that a run takes, as far as is known.
+        tell: Called before each round, as in `halve`.
     """
     best, rounds, tried = baseline, [], 0
     started_s = race.now()
@@ -270,10 +270,10 @@ def simplify(race: Race[Choice], choice: Choice, repeat_count: int, deadline_s: 
     """Reset to its default every value that makes no difference, so that only effective ones remain.
 
     Args:
-        race: What measures.
-        choice: What to make plainer.
-        repeat_count: Runs of each variant.
-        deadline_s: By the race's clock.
+        race: Measures the choices.
+        choice: The choice to simplify.
+        repeat_count: The number of runs of each variant.
+        deadline_s: The time at which a result is due, by the race's clock.
     """
     defaults = DEFAULTS._asdict()
     back = {key: choice._replace(**{key: defaults[key]}) for key in choice.settings()}
@@ -387,10 +387,10 @@ def compare(
     """Run two things in turn until the deadline.
 
     Args:
-        race: What measures.
+        race: Measures the two.
         before: The current choice.
         after: The proposed choice.
-        deadline_s: By the race's clock.
+        deadline_s: The time at which a result is due, by the race's clock.
         pair_count_min: Least number of pairs, even after the deadline.
         pair_count_max: Largest number of pairs.
     """

@@ -59,7 +59,7 @@ class Foreman(contextlib.AbstractContextManager["Foreman"]):
     """The command's end: a context manager around the process. One owner thread.
 
     Args:
-        scratch: Where files are made.
+        scratch: The directory in which files are made.
     """
 
     def __init__(self, scratch: str) -> None:

@@ -42,14 +42,14 @@ class Setup:
     """What all rows of a run share.
 
     Attributes:
-        size_bytes: Of the memory and the file of each process.
+        size_bytes: The size of each process's memory, and of its file.
         process_count: Processes, each with a file of its own.
-        thread_count: Of the threads engines; None for what TensorFile takes.
+        thread_count: Threads of the threads engines; None for the number that TensorFile takes.
         random: Blocks in shuffled order, instead of one after the other.
         one_by_one: The next block is asked for when the last one is done, instead of all in one list.
         in_place: Overwrite an existing file, instead of writing a fresh one.
         validate: Compare the file with the memory after each run.
-        memory: Of host tensors; it has no effect where `device` is another.
+        memory: The kind of memory for host tensors; it has no effect where `device` is another.
         device: Where the tensors are.
     """
 
@@ -69,9 +69,9 @@ class Point:
     """What distinguishes the rows of a run.
 
     Attributes:
-        direction: Seen from the memory.
-        engine: Name of an engine; "auto" only until it is known what that is.
-        block_bytes: Of one tensor that is read or written.
+        direction: Read or write, as seen from the memory.
+        engine: The name of an engine; "auto" only until it is known which engine that is.
+        block_bytes: The size of each tensor that is read or written.
         depth: Requests in flight.
     """
 
@@ -98,7 +98,7 @@ class IoSample(Sample):
     Attributes:
         io_count: Blocks that were asked for.
         cpu_s: Processor time, in user space and in the kernel; None where it is not known.
-        p99_s: Of requests that are waited for one after the other: what 99 % of them take at most.
+        p99_s: For requests that are waited for one after the other: 99 % of them take at most this long.
     """
 
     io_count: int = 0

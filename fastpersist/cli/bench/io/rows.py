@@ -48,8 +48,8 @@ class PlannedRow:
 
     Attributes:
         who: "TensorFile" or "fio".
-        point: What it does.
-        row: How to run it.
+        point: What the row does.
+        row: How to run the row.
         ceiling: Name of the row that it is compared with; empty if there is none.
     """
 
@@ -65,8 +65,8 @@ class IoResult:
 
     Attributes:
         planned: The row.
-        measured: Its samples.
-        ratio: Its rate by that of its ceiling; None if one of them has no rate.
+        measured: The samples of the row.
+        ratio: The row's rate divided by the rate of its ceiling; None if one of them has no rate.
     """
 
     planned: PlannedRow
@@ -99,7 +99,7 @@ def resolve_engines(directory: str, asked: Sequence[str]) -> tuple[list[str], li
     """Find out which of some engines can be used in a directory.
 
     Returns:
-        Their own names, each once; and what is to be said about those that were asked for.
+        The names of the engines themselves, each once; and what is to be said about those that were asked for.
 
     Raises:
         ConfigError: There is no such engine.
@@ -124,10 +124,10 @@ def plan_rows(points: Sequence[Point], setup: Setup, processes: IoProcesses, *, 
     """Return the rows of some points, each with its yardstick beside it.
 
     Args:
-        points: With engines that can be used.
-        setup: What they share.
-        processes: Where ours are run.
-        with_fio: Whether fio is asked at all.
+        points: What the rows do; the engines can be used.
+        setup: What all rows share.
+        processes: The processes that run our rows.
+        with_fio: Whether rows of fio are added.
     """
     planned: list[PlannedRow] = []
     for point in dict.fromkeys(points):
@@ -194,11 +194,11 @@ def measure_direction(
 
     Args:
         planned: The rows, at least one.
-        setup: What they share.
-        processes: They lay out what is read or written over.
-        cache: Drops it from the page cache before each run.
-        path: Of their file, or what the names of the processes' files begin with; none of them is left.
-        round_count: Samples of each row.
+        setup: What all rows share.
+        processes: The processes, which lay out what is read or written over.
+        cache: Drops the file from the page cache before each run.
+        path: The path of the rows' file, or what the names of the processes' files begin with; no file is left there.
+        round_count: The number of samples of each row.
     """
     keeps_files = planned[0].point.direction == "read" or setup.in_place
 

@@ -35,11 +35,11 @@ class Timing:
     """What a process says of its part of a run; the times are of the clock that all processes share.
 
     Attributes:
-        start_s: Before the file was opened.
-        end_s: When all bytes were in memory (reads) or synced (writes).
-        cpu_s: Of all threads of the process.
-        moved_bytes: Of tensors.
-        io_count: Tensors.
+        start_s: The time before the file was opened.
+        end_s: The time when all bytes were in memory (reads) or synced (writes).
+        cpu_s: Processor time of all threads of the process.
+        moved_bytes: Bytes of the tensors that were read or written.
+        io_count: How many tensors were read or written.
         engine: The one in use.
     """
 
@@ -56,7 +56,7 @@ class Requests:
 
     Args:
         setup: What all rows share.
-        seed: Of the random numbers in the memory, and of the shuffled order.
+        seed: The seed of the random numbers in the memory, and of the shuffled order.
 
     Raises:
         StorageError: The memory cannot be locked.
@@ -200,7 +200,7 @@ class IoProcesses(contextlib.AbstractContextManager["IoProcesses"]):
     """The processes: a context manager; they end with it. One owner thread.
 
     Args:
-        setup: What all rows share; says how many there are.
+        setup: What all rows share; it says how many processes there are.
 
     Raises:
         StorageError: Their memory cannot be locked.
@@ -296,7 +296,7 @@ def main(descriptor: int) -> None:
     """Serve the parent at the other end of a connection until it closes it.
 
     Args:
-        descriptor: Of our end.
+        descriptor: The file descriptor of this process's end.
     """
     torch.set_num_threads(1)
     with connection_to_parent(descriptor) as connection:

@@ -30,11 +30,11 @@ def condense(
     """Condense the runs of each way, as plain values. Slowdowns are against the run without checkpoints of the round.
 
     Args:
-        names: Of the ways, in the order of the table.
-        rounds: Of each round, the results by way.
+        names: The names of the ways, in the order of the table.
+        rounds: For each round, the results by way.
         notes: Why a way has no results, or fewer.
-        every: Steps from save to save.
-        write_s: What a write takes with nothing beside it.
+        every: The number of steps from one save to the next.
+        write_s: The seconds that a write takes with nothing beside it.
 
     Returns:
         A row for each way; values that have no meaning, or nothing to be compared with, are None.
@@ -204,8 +204,8 @@ def report_soak(result: dict[str, Any], *, growth_bytes_max: int) -> tuple[str, 
     """Return the table of many saves in a row, and what grew that must not.
 
     Args:
-        result: Of the process: its footprints early, after the last save, and when all was closed.
-        growth_bytes_max: By how much resident memory may grow.
+        result: The result of the process: its memory use early, after the last save, and after all was closed.
+        growth_bytes_max: How much resident memory may grow.
     """
     (early_name, early), (last_name, last), _ = result["footprints"].items()
     grown = [

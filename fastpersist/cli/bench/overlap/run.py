@@ -38,9 +38,9 @@ class StepTimes:
     """Where the seconds of one step went.
 
     Attributes:
-        step_s: From its start to its end, all of the others included.
-        gate_s: What the optimizer's step had to wait before it could begin, as far as its thread waited.
-        save_s: Inside the call that saves; 0.0 in steps without one.
+        step_s: Seconds from the step's start to its end, the other times included.
+        gate_s: How long the optimizer's step waited before it could begin, as far as its thread waited.
+        save_s: Seconds inside the call that saves; 0.0 in steps without one.
     """
 
     step_s: float
@@ -80,8 +80,8 @@ class TrainedModel(abc.ABC):
     """A model and its optimizer, and what its updates wait for. One thread.
 
     Args:
-        model: With its parameters where they are trained.
-        optimizer: Of all of them.
+        model: The model; its parameters are on the device where they are trained.
+        optimizer: The optimizer of all its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -190,9 +190,9 @@ def train_and_save(training: Stepping, way: Way, *, every: int, warm_up_count: i
     """Train with one way from first step to everything durable, and end the way.
 
     Args:
-        training: From its start.
-        way: Made for it.
-        every: Steps from save to save.
+        training: The training, at its start.
+        way: The way of saving, made for this training.
+        every: The number of steps from one save to the next.
         warm_up_count: Steps before those that count, a multiple of `every`.
         step_count: Steps that count, a multiple of `every`.
 

@@ -89,13 +89,13 @@ class SyntheticTraining(TrainedModel):
     """A model under AdamW, random inputs, and products that only take time. One thread.
 
     Args:
-        size_bytes: Of parameters and moments, about; a GPT-2 has its own size.
-        device: Where they are.
-        product_count: Products of a step; they touch nothing of the state.
+        size_bytes: The size of parameters and moments together, approximately; a GPT-2 has a size of its own.
+        device: The device of the model, its inputs and the products.
+        product_count: Matrix products in each step; they touch nothing of the state.
         model: One of MODELS.
-        batch_count: Rows, or sequences, of a step; None for the default.
-        token_count: Of a sequence; None for the default.
-        dtype: Of the layers, and of their moments.
+        batch_count: Rows or sequences in each step; None for the default.
+        token_count: Tokens in each sequence; None for the default.
+        dtype: The dtype of the layers and their moments.
     """
 
     def __init__(

@@ -54,11 +54,11 @@ class Options:
     """Settings of some ways.
 
     Attributes:
-        engine: Of fastpersist's own.
-        max_host_bytes: Of fastpersist's own.
-        pins: DCP's stager pins its memory, and copies without blocking: for tensors on a GPU only.
+        engine: The engine of fastpersist's ways.
+        max_host_bytes: The option of the Checkpointer in fastpersist's ways.
+        pins: DCP's stager pins its memory, and copies without blocking; only for tensors on a GPU.
         keep_count: Checkpoints that are kept.
-        process_group: Of the ranks that save together; None: this process saves alone.
+        process_group: The group of the ranks that save together; None: this process saves alone.
     """
 
     engine: str = "auto"
@@ -74,7 +74,7 @@ class Way:
     Args:
         root: Empty directory that the way has for itself.
         training: What is to be saved.
-        options: For those ways that have some.
+        options: Settings for those ways that have some.
     """
 
     settings = "no checkpoint at all"

@@ -61,19 +61,19 @@ class Job:
 
     Attributes:
         root: An empty directory of its own.
-        size_bytes: Of the state.
+        size_bytes: The size of the state.
         device: "cpu", "cuda", "cuda:1", …
         thread_count: Threads that compute on the CPU.
-        engine: Of fastpersist.
+        engine: The engine of fastpersist.
         product_count: Matrix products that each step makes beside its training.
-        ways: Of ALL_WAYS. One: a whole run with it. Several: turns of them. None: find out how long things take.
+        ways: Names of ALL_WAYS. One: a whole run with it. Several: turns of them. None: find out how long things take.
         step_count: Steps, or turns of each way, that count; saves of a soak.
-        every: Steps from save to save, of a whole run.
+        every: The number of steps from one save to the next, in a whole run.
         soak: Save in each of many steps, and look at what the process holds.
         model: One of training.MODELS.
-        batch_count: Of a step; None for the default.
-        token_count: Of a sequence; None for the default.
-        max_host_bytes: Of the Checkpointer.
+        batch_count: Rows or sequences in each step; None for the default.
+        token_count: Tokens in each sequence; None for the default.
+        max_host_bytes: The option of the Checkpointer.
     """
 
     root: str

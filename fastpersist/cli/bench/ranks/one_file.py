@@ -29,9 +29,9 @@ class OneFile:
 
     Args:
         ranks: The processes.
-        counts: Ranks of each group.
-        scratch: Directory for files.
-        arguments: Of the command line.
+        counts: The numbers of ranks to measure.
+        scratch: The directory for files.
+        arguments: The parsed command line.
     """
 
     def __init__(

@@ -136,9 +136,9 @@ class Here:
     """What a rank knows of itself.
 
     Attributes:
-        rank: Which.
+        rank: The number of this rank.
         groups: The process group of the first n ranks, by n.
-        state: What it saves; its tensors are the same on all ranks.
+        state: What this rank saves; its tensors are the same on all ranks.
     """
 
     def __init__(self, rank: int, counts: Sequence[int]) -> None:
@@ -156,7 +156,7 @@ def main(descriptor: int) -> None:
     """Be a rank for the parent at the other end of a connection: do what comes over it until it closes.
 
     Args:
-        descriptor: Of our end.
+        descriptor: The file descriptor of this process's end.
     """
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -29,12 +29,12 @@ class Sharded:
 
     Args:
         ranks: The processes.
-        count: How many.
-        scratch: Directory for files.
-        arguments: Of the command line.
+        count: The number of ranks.
+        scratch: The directory for files.
+        arguments: The parsed command line.
 
     Attributes:
-        size_bytes: Of the whole state.
+        size_bytes: The size of the whole state.
     """
 
     def __init__(self, ranks: RankProcesses, count: int, scratch: str, arguments: argparse.Namespace) -> None:

@@ -67,9 +67,9 @@ class _Sharded(Here):
     """A rank with its shards.
 
     Attributes:
-        state: Of a model and its optimizer, as torch's get_state_dict nests them, or flat: DTensors, and a number.
-        training: What ways of saving in the background see of it.
-        resident_bytes: Of the process with the state alone.
+        state: The state of a model and its optimizer (DTensors, and a number): nested as by get_state_dict, or flat.
+        training: What ways of saving in the background see of the state.
+        resident_bytes: The resident memory of the process when it holds nothing but the state.
         kept: What a way keeps from one save to the next, by name.
     """
 
@@ -249,13 +249,13 @@ def save_async(here: _Sharded, count: int, step: int, between_s: float, forgets:
 
     Args:
         here: This rank.
-        count: Of ranks.
-        step: Of the checkpoint.
-        between_s: Between the save and the step, where forward and backward would be.
+        count: The number of ranks.
+        step: The checkpoint's step.
+        between_s: Seconds between the save and the optimizer's step, where forward and backward would be.
         forgets: Change the whole state as soon as the step has been taken.
 
     Returns:
-        From the call until it was durable; the growth as of `save`; and how long the training stood still.
+        The time from the call until it was durable; the growth as of `save`; and how long the training stood still.
     """
     way: Way = here.kept["async"]
     stalls_s = []

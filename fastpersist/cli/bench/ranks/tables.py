@@ -29,10 +29,10 @@ class Result:
     """One row of a table.
 
     Attributes:
-        measured: What came of it; its samples count the bytes of the state once.
-        rank_count: Who took part.
+        measured: The samples of the row; they count the bytes of the state once.
+        rank_count: The number of ranks that took part.
         fio: The yardstick of this row; None if there is none.
-        other: The row that it is compared with: of one rank without a group, or of fastpersist. None if there is none.
+        other: The row that it is compared with: of one rank without a group, or of fastpersist; None for no such row.
     """
 
     measured: Measured
@@ -57,9 +57,9 @@ class Table:
 
     Attributes:
         name: Its key in the JSON: "save", "load", "agreement" or "async".
-        title: Of the first column.
-        results: In order.
-        other: What Result.other is, for the column of ratios; empty for the rate of all ranks in its place.
+        title: The header of the first column.
+        results: The rows, in order.
+        other: What Result.other is, as header of the column of ratios; if empty, that column has the rate of all ranks.
     """
 
     name: str

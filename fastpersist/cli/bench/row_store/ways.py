@@ -63,8 +63,8 @@ class Case:
     """One table of results.
 
     Attributes:
-        table: What is read.
-        count: Rows of a sample.
+        table: The table that is read.
+        count: Rows in each sample.
         depth: Reads in flight at once.
     """
 

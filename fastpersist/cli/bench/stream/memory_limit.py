@@ -20,10 +20,10 @@ class MemoryLimit(contextlib.AbstractContextManager["MemoryLimit"]):
     """A cgroup for one process: a context manager. The group goes when its process has ended. One owner thread.
 
     Args:
-        name: Of the group; unique on the machine.
+        name: The name of the cgroup; unique on the machine.
 
     Raises:
-        UnsupportedError: There can be no such group here; the message says why.
+        UnsupportedError: Such a cgroup cannot be made here; the message says why.
     """
 
     def __init__(self, name: str) -> None:

@@ -49,12 +49,12 @@ class ModelFiles:
     """A model on disk.
 
     Attributes:
-        directory: As transformers reads it.
-        torch_paths: Files for torch.load, which have all its tensors together.
-        offload_directory: Of accelerate; empty where that is not installed.
-        offload_s: What making that folder took, and what its user waits for before the first token.
+        directory: The directory of the model's files, in the form that transformers reads.
+        torch_paths: Files for torch.load, which together hold all tensors of the model.
+        offload_directory: The offload folder of accelerate; empty where accelerate is not installed.
+        offload_s: The seconds that making this folder took; its user waits so long before the first token.
         weight_bytes: Bytes of all tensors.
-        pass_bytes: Of those that a token pass needs whole: all but the embedding.
+        pass_bytes: Bytes of the tensors that a token pass needs whole: all but the embedding.
     """
 
     directory: str
@@ -96,7 +96,7 @@ def weight_sizes(name: str, layer_count: int | None) -> list[int]:
 
     Args:
         name: One of MODEL_NAMES.
-        layer_count: Instead of its own.
+        layer_count: The number of layers; None for the model's own.
     """
     return [weight.nbytes for weight in _weights(_config(name, layer_count)).values()]
 
@@ -105,9 +105,9 @@ def make_model(directory: str, name: str, layer_count: int | None) -> ModelFiles
     """Make the files of a model.
 
     Args:
-        directory: Empty.
+        directory: An empty directory.
         name: One of MODEL_NAMES.
-        layer_count: Instead of its own.
+        layer_count: The number of layers; None for the model's own.
 
     Raises:
         StorageError: A file cannot be written.

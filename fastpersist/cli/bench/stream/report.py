@@ -26,9 +26,9 @@ class Limits:
     """What bounds a token pass.
 
     Attributes:
-        bytes_per_s: What the disk gives: the best of the rows that only read. None if none could.
-        resident_pass_s: A token pass of the model in memory; None if it was not measured.
-        resident_prefill_s: Its pass over the prompts.
+        bytes_per_s: The rate of the disk: the best of the rows that only read; None if none of them could be run.
+        resident_pass_s: The seconds of a token pass of the model in memory; None if that was not measured.
+        resident_prefill_s: The seconds of its pass over the prompts; None likewise.
     """
 
     bytes_per_s: float | None

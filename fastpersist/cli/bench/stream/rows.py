@@ -38,12 +38,12 @@ class Case:
     """What is generated, with how much memory.
 
     Attributes:
-        batch_size: Sequences at once.
+        batch_size: The number of sequences that are generated at once.
         prompt_len: Tokens of each prompt.
         gen_len: Tokens to generate.
-        budgets: Of fp.stream, in bytes; a row for each.
-        memory_bytes: What the weights of a way may take, in memory and in the page cache; None for no limit.
-        device: Where the model computes, as torch takes it.
+        budgets: Values of `budget_bytes` of fp.stream; a row for each.
+        memory_bytes: How much the weights of a way may take, in memory and in the page cache; None for no limit.
+        device: The device on which the model computes, as torch takes it.
     """
 
     batch_size: int
@@ -67,8 +67,8 @@ class PassSample(Sample):
     """One generation. `seconds` is the median token pass, `size_bytes` what a pass reads from the disk.
 
     Attributes:
-        answer: What the worker says.
-        group_peak_bytes: The most that the cgroup took so far; None without one.
+        answer: The answer of the worker.
+        group_peak_bytes: The most memory that the cgroup has used so far; None without a cgroup.
     """
 
     answer: dict[str, Any] = field(default_factory=dict)
@@ -83,10 +83,10 @@ class WayProcess:
         case: What is generated.
         files: The model.
         root: A directory for what the way wants to write.
-        budget_bytes: Of fp.stream.
+        budget_bytes: The `budget_bytes` of fp.stream; 0 for other ways.
 
     Attributes:
-        name: Of its row.
+        name: The name of the row.
         program: What the process runs.
     """
 
