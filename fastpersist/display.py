@@ -98,7 +98,7 @@ def html_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]
     Args:
         title: What the object is.
         headers: Names of the columns; () for a table of names and values.
-        rows: Its cells; of more than 30, the first 30 are shown, and how many more there are. A column of empty cells
+        rows: The cells of each row; the first 30 rows are shown, and how many more there are. An empty column
             is left out.
         notes: Sentences below the table.
 

@@ -33,10 +33,10 @@ class TensorDifference:
     """A tensor whose bits differ.
 
     Attributes:
-        name: Its name in both.
-        dtype: Of both.
-        shape: Of both.
-        differing_count: Elements whose bits differ. Only these are counted in what follows.
+        name: The name of the tensor in both sources.
+        dtype: The dtype in both sources.
+        shape: The shape in both sources.
+        differing_count: Elements whose bits differ. Only these are counted in the attributes below.
         max_abs: The largest |a - b| of two finite elements, in single precision or their own; 0 for a dtype that torch
             cannot calculate with.
         max_rel: The largest |a - b| / max(|a|, |b|) of two finite elements; subnormal numbers count as the smallest
@@ -144,13 +144,13 @@ def compare(
     """Compare two sources: names, dtypes, shapes and values first, then the bits of the tensors that both have.
 
     Args:
-        ours: A.
-        theirs: B.
+        ours: The source A.
+        theirs: The source B.
         patterns: Compare only what these name, as `is_wanted` tells; all if there are none.
-        on_read: Told the bytes of each batch that was compared.
+        on_read: Called with the bytes of each batch that was compared.
 
     Raises:
-        ConfigError: Patterns that name nothing in either.
+        ConfigError: Patterns that match nothing in either source.
         EndOfFileError, StorageError: See `read_pieces`.
 
     Thread safety: nobody else may use either source meanwhile.

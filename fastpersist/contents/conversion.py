@@ -53,10 +53,10 @@ class Wish(NamedTuple):
     """The options of a conversion.
 
     Attributes:
-        patterns: Only tensors with such a name; all if there are none.
+        patterns: Convert only tensors with such a name; all if there are none.
         prefixes: Prefixes of names, and what replaces them.
         dtype: Floating-point tensors are converted to it; None leaves them as they are.
-        file_format: "torch", "safetensors", or "auto": as the suffix says.
+        file_format: "torch", "safetensors", or "auto", which takes the format from the suffix.
         shard_bytes: Not one file but a directory of safetensors files with an index, each with at most so many bytes of
             tensors, or one tensor; None for one file.
         overwrite: Replace what is there. In a directory, other files (a config.json, a tokenizer) stay.
@@ -74,13 +74,13 @@ class Conversion(NamedTuple):
     """What a conversion did.
 
     Attributes:
-        path: Of the file, or of the directory.
+        path: The path of the file, or of the directory.
         tensor_count: How many tensors were written.
-        size_bytes: Length of all files.
-        file_count: How many there are, without an index.
+        size_bytes: The length of all files together.
+        file_count: How many files there are, without an index.
         checked_count: Tensors whose bytes were compared with the CRCs of the source.
         dropped_values: Names of entries that are no tensors, and were left out.
-        total_s: Seconds that it took.
+        total_s: The seconds that the conversion took.
     """
 
     path: str
@@ -96,9 +96,9 @@ class _Target(NamedTuple):
     """A tensor to write.
 
     Attributes:
-        name: Its new name.
-        stored: Where it comes from.
-        dtype: Its dtype there.
+        name: The tensor's new name.
+        stored: The tensor that it is made from.
+        dtype: Its dtype in the new file.
     """
 
     name: str
@@ -126,7 +126,7 @@ def convert(
         path: The file or directory to make.
         wish: The options.
         engine: "auto", or an engine's name, which then never falls back.
-        on_read: Told the bytes of each batch that was read.
+        on_read: Called with the bytes of each batch that was read.
 
     Raises:
         ChecksumError: Bytes of the source are not those that were saved.
@@ -275,8 +275,8 @@ class _Planned:
     """A file to write, and the tensors that become its sources, in its order.
 
     Attributes:
-        container: Where everything lies.
-        targets: For each source of the container.
+        container: The layout of the file.
+        targets: The tensor for each source of the container.
     """
 
     def __init__(self, targets: Sequence[_Target], path: str, file_format: str, metadata: Mapping[str, str]) -> None:

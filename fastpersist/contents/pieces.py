@@ -40,8 +40,8 @@ class Piece(NamedTuple):
     """Bytes of one tensor.
 
     Attributes:
-        number: Of the tensor, among those that are read.
-        from_bytes: The first, counted from the tensor's start, row-major.
+        number: The index of the tensor among those that are read.
+        from_bytes: The offset of the first byte, from the tensor's start, in row-major order.
         data: The bytes, as a uint8 tensor; they stay until the next batch is asked for.
     """
 
@@ -159,9 +159,9 @@ class _Window(NamedTuple):
 
     Attributes:
         file: The file.
-        start_bytes: The first byte, in the file.
-        end_bytes: Behind the last.
-        at_bytes: Where they go in the buffer.
+        start_bytes: The offset of the first byte in the file.
+        end_bytes: The offset behind the last byte.
+        at_bytes: The offset in the buffer that the blocks are read to.
     """
 
     file: TensorFile

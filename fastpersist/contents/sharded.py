@@ -35,10 +35,10 @@ class Shards:
     """The tensors and objects of a sharded checkpoint.
 
     Args:
-        directory: With `.metadata` and the parts.
+        directory: The directory that holds `.metadata` and the parts.
         engine: "auto", or an engine's name.
         stack: Closes the parts that were opened.
-        files: Those of the manifest, if there is one.
+        files: The files that the manifest lists, if there is a manifest.
 
     Attributes:
         tensors: Dtype and shape of each whole tensor, by name.
@@ -76,7 +76,7 @@ class Shards:
         """Read the parts with these tensors, and compare them with the CRCs of the manifest.
 
         Returns:
-            How many of the tensors lie in parts that have a CRC.
+            The number of these tensors that lie in parts with a CRC.
 
         Raises:
             ChecksumError: A part, or the metadata, are damaged.

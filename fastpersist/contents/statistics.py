@@ -33,14 +33,14 @@ class Statistics:
     """What a tensor's values are like. NaN and infinities are counted, and left out of all else.
 
     Attributes:
-        tensor: Which tensor.
-        finite_count: Elements that are neither.
-        nan_count: Elements that are NaN; of complex numbers, in either part.
+        tensor: The tensor that is described.
+        finite_count: Elements that are finite.
+        nan_count: Elements that are NaN; a complex number counts if either of its parts is NaN.
         inf_count: Elements that are infinite.
-        min: The smallest value; None without finite elements, and of complex numbers.
-        max: The largest.
-        mean: Their mean; None as `min`.
-        norm: The square root of the sum of squares of their magnitudes.
+        min: The smallest value; None if there are no finite elements, and for complex numbers.
+        max: The largest value; None likewise.
+        mean: The mean of the values; None likewise.
+        norm: The square root of the sum of the squared magnitudes.
     """
 
     tensor: Stored
@@ -126,8 +126,8 @@ def iter_statistics(
     """Read tensors and yield what each is like, in the order given.
 
     Args:
-        tensors: Best in the order of their files.
-        on_read: Told the bytes of each batch that was read.
+        tensors: The tensors; reading is fastest in the order of their files.
+        on_read: Called with the bytes of each batch that was read.
 
     Raises:
         EndOfFileError, StorageError: See `read_pieces`.

@@ -46,18 +46,18 @@ class Stored(NamedTuple):
     """A tensor whose bytes lie in a file.
 
     Attributes:
-        name: Its place in the object, as `fastpersist.inspect` names it; in other files of a step than `state.pt` after
-            the file's name and a colon.
-        dtype: Of its elements.
-        shape: Its dimensions.
+        name: The tensor's place in the object, as `fastpersist.inspect` names it; in files of a step other than
+            `state.pt`, with the file's name and a colon in front.
+        dtype: The dtype of the elements.
+        shape: The shape of the tensor.
         stride: Elements from one index to the next in each dimension, in the file.
-        file: Its open file; None for a tensor in shards.
-        offset_bytes: Of its first element, from the start of the file.
-        crc32: Of exactly its bytes; None if none was recorded.
-        kind: "dense", or of which tensor it is a component: "sparse_coo", …, "nested".
-        is_conj: Its values are the conjugates of the stored elements.
-        is_neg: Its values are the negatives of the stored elements.
-        rows: Reads rows of a tensor in shards: the first, and the one behind the last.
+        file: The open file that holds it; None for a tensor in shards.
+        offset_bytes: The offset of its first element, from the start of the file.
+        crc32: The CRC-32 of exactly its bytes; None if none was recorded.
+        kind: "dense", or the kind of tensor of which it is a component: "sparse_coo", …, "nested".
+        is_conj: The tensor's values are the conjugates of the stored elements.
+        is_neg: The tensor's values are the negatives of the stored elements.
+        rows: Reads rows of a tensor in shards; takes the first row, and the one behind the last; None for others.
     """
 
     name: str
@@ -113,14 +113,14 @@ class Contents:
     """What a source holds.
 
     Attributes:
-        path: As it was given.
-        tensors: By name, file by file, in the order of each file's header or pickle.
-        unreadable: Why the values of a tensor cannot be read without its own code, by name.
-        values: What is no tensor, and tensors without data, as text by name.
-        metadata: Of the header of a safetensors file; empty for a directory of these.
-        scanned: What was found in each pickle, by its bytes: tensors and values.
-        shards: Where the tensors with `rows` come from; None if there are none.
-        close: Closes its files before `open_contents` does.
+        path: The path as it was given.
+        tensors: The tensors by name, file by file, in the order of each file's header or pickle.
+        unreadable: By name of a tensor: why its values cannot be read without the tensor's own code.
+        values: Values that are no tensors, and tensors without data, as text by name.
+        metadata: The metadata in the header of a safetensors file; empty for a directory of such files.
+        scanned: What was found in each pickle (tensors and values), by the bytes of the pickle.
+        shards: The shards that the tensors with `rows` come from; None if there are none.
+        close: Closes the source's files before `open_contents` does.
     """
 
     path: str
@@ -148,7 +148,7 @@ def open_contents(path: str, *, engine: str = "auto", like: Contents | None = No
     Args:
         path: A file of torch.save, of safetensors or of ours; a directory of safetensors; or the directory of a step or
             of a torch.distributed.checkpoint.
-        engine: As in `TensorFile`.
+        engine: "auto", or an engine's name, as in `TensorFile`.
         like: Another source. A pickle that is the same there is not scanned again: two files of weights often differ in
             the bytes of tensors only.
 

@@ -53,13 +53,13 @@ class CapturingWriter(StoragePath):
     """A storage writer that captures, as torch's AsyncStager, what dcp.async_save saves.
 
     Args:
-        path: As in `StoragePath`.
-        owners: Whose tensors are in the state.
+        path: The directory, as in `StoragePath`.
+        owners: The owners of tensors in the state.
         max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free.
         overwrite: Replace a checkpoint that is there.
         engine: "auto", or an engine's name.
         durable: Survive power loss once dcp.save has returned.
-        piece_bytes: As in `ShardedCapture`.
+        piece_bytes: The most bytes of one source, as in `ShardedCapture`.
 
     Raises:
         ConfigError: Unknown engine.
@@ -106,7 +106,7 @@ class CapturingWriter(StoragePath):
         """Capture a state, and return what dcp.async_save then plans and writes; called by dcp.async_save.
 
         Args:
-            state_dict: Of this rank.
+            state_dict: The state dict of this rank.
 
         Returns:
             The same tensors, and copies of everything else.
@@ -139,7 +139,7 @@ class CapturingWriter(StoragePath):
         """Return when the state of the last dcp.async_save may be changed; with gate="manual", call it before a step.
 
         Args:
-            timeout: Seconds.
+            timeout: The most seconds to wait; None waits without limit.
 
         Raises:
             TimeoutError: It may not be changed yet.
@@ -227,8 +227,8 @@ class CapturingWriter(StoragePath):
         """Keep the files beside the checkpoint that is replaced.
 
         Args:
-            directory: Replaces it.
-            is_own: As in `find_others`.
+            directory: The directory that replaces it.
+            is_own: Tells by its name whether a file is part of the checkpoint, as in `find_others`.
         """
         final_path = absolute_path(self._known_path("dcp.save"))
         for name, size_bytes in keep_others(find_others(final_path, is_own), final_path, directory.path):
@@ -257,8 +257,8 @@ class CapturingWriter(StoragePath):
         """Yield the staged state while it is written; None if none was staged, so that no tensor changes.
 
         Args:
-            items: What this rank writes, in that order.
-            planner: As in `ShardedCapture.settle`.
+            items: The items that this rank writes, in that order.
+            planner: The planner that resolves the items, as in `ShardedCapture.settle`.
 
         Raises:
             UnsupportedError: As by `ShardedCapture.settle`.

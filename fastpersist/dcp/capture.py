@@ -46,18 +46,18 @@ class ShardedCapture:
     Args:
         state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects. Objects are copied at
             once, as are tensors of other kinds, and those that are not contiguous.
-        owners: Whose storages are stable.
-        arena: For copied bytes.
-        paranoid: As in `capture`.
-        on_gate: As in `capture`.
-        look: As in `capture`.
-        piece_bytes: The most bytes of one source; a longer tensor is several. None: each tensor is one source.
+        owners: The owners of stable storages.
+        arena: Host memory for copied bytes.
+        paranoid: The option of `capture`.
+        on_gate: The option of `capture`.
+        look: The option of `capture`.
+        piece_bytes: The most bytes of one source; a longer tensor becomes several. None: each tensor is one source.
 
     Attributes:
         state: The state to plan and resolve items from: the same tensors, and copies of everything else.
-        capture: Waits, holds back steps, and raises.
-        snapshot: What the file is written from.
-        size_bytes: Of the tensors.
+        capture: The capture of the tensors: it waits, holds back steps, and raises.
+        snapshot: The sources that the file is written from.
+        size_bytes: The bytes of all tensors.
     """
 
     @no_garbage_collection()
@@ -86,8 +86,8 @@ class ShardedCapture:
         """Keep what this rank writes, and drop the rest; called once, before anything is written.
 
         Args:
-            items: In the order in which they are written.
-            planner: Resolves them to the tensors of `state`, or to rows of these.
+            items: The items that this rank writes, in the order in which they are written.
+            planner: Resolves the items to the tensors of `state`, or to rows of these.
 
         Raises:
             UnsupportedError: The planner makes new tensors, which would be computed while training changes the state.

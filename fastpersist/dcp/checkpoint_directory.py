@@ -78,7 +78,7 @@ class Others:
     """The other entries of a directory beside the checkpoint, by their relative names.
 
     Attributes:
-        directories: Each before what is in it.
+        directories: The directories, each before what is in it.
         files: All files, also those in these directories.
     """
 
@@ -90,8 +90,8 @@ def find_others(path: str, is_own: Callable[[str], object]) -> Others:
     """Find the other entries of a directory, and refuse those that could not stay there.
 
     Args:
-        path: Of the directory; it need not exist.
-        is_own: Tells by its name whether a file is part of the checkpoint; MANIFEST.json is.
+        path: The directory's path; it need not exist.
+        is_own: Tells by its name whether a file is part of the checkpoint; MANIFEST.json is one.
 
     Raises:
         ConfigError: It contains the working directory, which would lose its name; or a name that no manifest takes.
@@ -168,9 +168,9 @@ def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str,
     """Give the other entries of a directory a second name in the directory that replaces it.
 
     Args:
-        others: What `find_others` has found there.
-        from_path: Of the directory that is replaced.
-        to_path: Of the one that replaces it. What has its name there already is left out.
+        others: The entries that `find_others` has found there.
+        from_path: The path of the directory that is replaced.
+        to_path: The path of the directory that replaces it. Names that are there already are left out.
 
     Returns:
         The names of these files, and their lengths.

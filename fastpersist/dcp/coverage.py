@@ -34,11 +34,11 @@ def require_covered(described: Mapping[str, object], path: str) -> None:
     """Refuse tensors with elements that no chunk has.
 
     Args:
-        described: What the metadata say of each name.
-        path: Of the metadata, for the message.
+        described: The metadata's description of each name.
+        path: The path of the metadata, for the message.
 
     Raises:
-        FormatError: There is one; or its chunks overlap in a way that would take too long to check.
+        FormatError: There is such a tensor; or its chunks overlap in a way that would take too long to check.
     """
     for name, one in described.items():
         if isinstance(one, TensorStorageMetadata) and not is_covered(one.size, one.chunks):
@@ -54,9 +54,9 @@ def require_filled(plan: LoadPlan, planner: LoadPlanner, path: str) -> None:
     """Refuse a plan that leaves elements of a tensor unfilled, as far as the planner tells what it fills.
 
     Args:
-        plan: What this rank reads.
-        planner: That made the plan; checked if it derives from DCP's DefaultLoadPlanner.
-        path: Of the checkpoint, for the message.
+        plan: The plan of what this rank reads.
+        planner: The planner that made the plan; checked if it derives from DCP's DefaultLoadPlanner.
+        path: The path of the checkpoint, for the message.
 
     Raises:
         FormatError: There is such a tensor; the message names it.
@@ -90,8 +90,8 @@ def is_covered(size: Sequence[int], chunks: Iterable[ChunkStorageMetadata]) -> b
     (chunks that overlap, or are arranged like a pinwheel) are chunks cut, too.
 
     Args:
-        size: Shape of the tensor.
-        chunks: Of it, in any order; empty ones, too.
+        size: The shape of the tensor.
+        chunks: The chunks of the tensor, in any order; also empty ones.
 
     Raises:
         FormatError: It would take too long.

@@ -68,18 +68,18 @@ def load_sharded_state(
     """Load the state of a step whose parts several ranks may have written.
 
     Args:
-        path: Directory of the step.
-        manifest: Its manifest.
-        into: By key of the state, what is filled in place: modules, optimizers, tensors (DTensors, too), dicts and
+        path: The directory of the step.
+        manifest: The step's manifest.
+        into: Targets to fill in place, by key of the state: modules, optimizers, tensors (DTensors, too), dicts and
             lists of these, or an object with load_state_dict.
-        keys: As in `load_state`.
+        keys: What to read beside `into`, as in `load_state`.
         map_location: A device, for tensors that have no target; None for the host.
         verify: Check the CRC of every file before anything changes.
-        weights_only: As in torch.load, for what is no tensor.
+        weights_only: The option of torch.load, for what is no tensor.
         engine: "auto", or an engine's name, which then never falls back.
         read: Agrees with the other ranks that load.
-        rank: Of this process among them.
-        count: How many there are.
+        rank: The rank of this process among the ranks that load.
+        count: How many ranks load.
         reader: Reads the step; None for a reader of its directory.
         agree: Returns when all ranks call it; None for a round of `read`.
         rename: New names for what was saved, by which `into` finds it; with `into`, without `keys`.

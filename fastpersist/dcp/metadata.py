@@ -189,10 +189,10 @@ def read_metadata(path: str) -> tuple[Metadata, Found]:
     """Read what is in a checkpoint.
 
     Args:
-        path: Of the metadata's file.
+        path: The path of the metadata's file.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: There is no such file.
         FormatError: The metadata are damaged, or name classes that do not belong there.
         StorageError: They cannot be read.
     """

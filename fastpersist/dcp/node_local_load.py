@@ -42,7 +42,7 @@ def loader_of_parts(parts: StepParts, engine: str) -> Callable[..., dict[str, An
     """Return what loads a sharded step whose parts lie in several stores; all ranks call this, and then that.
 
     Args:
-        parts: Who sees what.
+        parts: Which rank sees which parts.
         engine: "auto", or an engine's name, which then never falls back.
 
     Returns:
@@ -71,8 +71,8 @@ def require_all_shards(path: str, record: PartsRecord) -> None:
     """Refuse a sharded step of which parts lie in other stores, for a process that loads it alone.
 
     Args:
-        path: Its directory.
-        record: Of its parts.
+        path: The path of the step's directory.
+        record: The record of the step's parts.
 
     Raises:
         UnsupportedError: A part is not here; the message says whose, and where it was written.

@@ -68,13 +68,13 @@ class Wanted:
     """Something to read from a part.
 
     Attributes:
-        name: Of the item, for messages.
-        offset_bytes: Where its blob lies.
-        size_bytes: How long the blob is.
+        name: The name of the item, for messages.
+        offset_bytes: The offset of its blob in the part.
+        size_bytes: The length of the blob.
         stored: Dtype and shape of the tensor in it, by the metadata; None where they do not tell.
-        offsets: The first wanted element, in each dimension of that tensor.
-        lengths: How many elements, in each dimension.
-        target: Where they go; None for bytes.
+        offsets: The position of the first wanted element in that tensor, in each dimension.
+        lengths: The number of wanted elements, in each dimension.
+        target: The tensor to fill; None for bytes.
         done: Called with the bytes; for a tensor with b"", once its target is filled.
     """
 
@@ -92,12 +92,12 @@ class PartReader:
     """Reads items of one part file. A context manager; one owner thread.
 
     Args:
-        directory: Of the checkpoint.
-        name: Of the part.
+        directory: The directory of the checkpoint.
+        name: The name of the part.
         engine: Engine name or "auto".
         verify: Check the CRC of every tensor that is read as a whole.
-        inside: Instead of the part: the descriptor of a file with its bytes, which this object closes, and their
-            offset.
+        inside: Another file that contains the part: its descriptor, which this object closes, and the part's place in
+            it. None: the part itself is read.
 
     Raises:
         CheckpointNotFoundError: The part is missing.
@@ -252,14 +252,14 @@ def require_place(path: str, name: str, offset_bytes: int, length_bytes: int, pa
     """Refuse an item that does not lie in its part.
 
     Args:
-        path: Of the part.
-        name: Of the item.
-        offset_bytes: Its offset, by the metadata.
-        length_bytes: Its length, by the metadata.
-        part_bytes: Length of the part.
+        path: The path of the part.
+        name: The name of the item.
+        offset_bytes: The item's offset, by the metadata.
+        length_bytes: The item's length, by the metadata.
+        part_bytes: The length of the part.
 
     Raises:
-        CorruptionError: It begins before the part, or ends behind it.
+        CorruptionError: The item begins before the part, or ends behind it.
     """
     if not 0 <= offset_bytes <= offset_bytes + length_bytes <= part_bytes:
         raise CorruptionError(

@@ -49,8 +49,8 @@ class Part:
     """What a rank gets from the coordinator for its part of a save.
 
     Attributes:
-        rank: Whose part it is.
-        directory: Where the parts are written; published when all are there.
+        rank: The rank whose part it is.
+        directory: The directory that the parts are written to; published when all are there.
         final_path: The name that the directory gets, for messages.
     """
 
@@ -83,12 +83,12 @@ def write_part(
 
     Args:
         part: The file.
-        items: What to write: of a tensor its own bytes, not those of the storage that it views.
+        items: The items to write: of a tensor its own bytes, not those of the storage that it views.
         planner: Resolves items to tensors, on any device.
         engine: Engine name or "auto".
         durable: Sync the file.
-        capture: Has the bytes of these items; without it, they do not change meanwhile.
-        poll: See `progress.Poll`.
+        capture: Holds the bytes of these items; without it, the tensors do not change meanwhile.
+        poll: Called while data is written; see `progress.Poll`.
 
     Returns:
         Where each item lies, and the file.

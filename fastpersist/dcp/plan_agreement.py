@@ -68,13 +68,13 @@ class Planned:
     """The plan of a save.
 
     Attributes:
-        directory: Where the parts go.
-        items: What this rank writes: tensors, then objects.
-        tensor_count: How many of them are tensors.
-        whole: What all ranks write, and the metadata; on the coordinator.
-        save: Token of this save.
-        kept: Token of the save whose places the coordinator has; "" if it has none.
-        told: The places of tensors that this rank has told, packed, by token of the save; a follower changes it.
+        directory: The directory of the parts.
+        items: The items that this rank writes: tensors, then objects.
+        tensor_count: The number of tensors among the items.
+        whole: On the coordinator, what all ranks write, and the metadata; None on followers.
+        save: The token of this save.
+        kept: The token of the save whose places the coordinator has; "" if it has none.
+        told: The packed places of tensors that this rank has sent, by token of the save; a follower changes it.
     """
 
     directory: str
@@ -156,10 +156,10 @@ class SharedPlans:
         """Plan the save of a state with the other ranks.
 
         Args:
-            state: What this rank holds of it.
-            session: With the other ranks; None for a rank that saves alone.
-            label: What is saved; the same on all ranks.
-            directory: Where the parts go; on the coordinator.
+            state: This rank's state.
+            session: The session with the other ranks; None for a rank that saves alone.
+            label: The name of what is saved; the same on all ranks.
+            directory: The directory of the parts; None on followers.
             get_sums: Returns the sums of the samples of this state, to be compared; None to compare nothing.
 
         Raises:

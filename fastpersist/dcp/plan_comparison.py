@@ -76,7 +76,7 @@ def sample(state: Mapping[str, Any], ownership: Ownership) -> GetSums:
 
     Args:
         state: Nested dicts and lists of tensors.
-        ownership: What optimizers own.
+        ownership: The storages that optimizers own.
     """
     rank_count = _rank_count()
     if rank_count == 1:
@@ -92,7 +92,7 @@ def _sample_each(tensors: Mapping[str, torch.Tensor]) -> GetSums:
     """Take samples of tensors, as they are now; waits for no device.
 
     Args:
-        tensors: By name. Those that cannot be compared get no sample.
+        tensors: The tensors by name. Those that cannot be compared get no sample.
     """
     found = {name: _local_of(tensor) for name, tensor in tensors.items()}
     return _taken({name: local for name, local in found.items() if local is not None})
@@ -164,7 +164,7 @@ class StagedMeta(StorageMeta):
     """What a storage writer tells the planner of a staged state, whose tensors change meanwhile; never written.
 
     Attributes:
-        get_sums: Returns the sums of samples taken when it was staged.
+        get_sums: Returns the sums of the samples that were taken when the state was staged.
     """
 
     get_sums: GetSums = dict
@@ -174,10 +174,10 @@ class _Sampled(NamedTuple):
     """A tensor as one rank holds it, or its chunk of one.
 
     Attributes:
-        offsets: Of the chunk; empty for a plain tensor without dimensions.
-        sizes: Of the chunk.
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        offsets: The offsets of the chunk; empty for a plain tensor without dimensions.
+        sizes: The shape of the chunk.
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
         is_free: Ranks may hold tensors of different shapes under the name; then none is cut, and one rank's is saved.
         total: The sum of the samples.
     """
@@ -206,12 +206,12 @@ def with_samples(
     """Add to a rank's plan samples of what other ranks may hold, too.
 
     Args:
-        plan: What it is about to send.
-        held: All that it holds; more than is in the plan, if that is the one of the last save.
+        plan: The plan that the rank is about to send.
+        held: All that the rank holds; that is more than the plan has, if the plan is the one of the last save.
         state: The tensors, by name.
-        paths: Of the names; empty if the state is flat.
+        paths: The paths of the names; empty if the state is flat.
         are_cut: Whether large tensors are cut.
-        get_sums: The samples, if they have been taken already. None: they are taken now.
+        get_sums: Returns the sums of samples that have been taken already. None: they are taken now.
 
     Returns:
         A plan with all that the given one has.
@@ -328,9 +328,9 @@ def two_under_one_name(name: str, difference: str, ranks: Sequence[int], otherwi
     """Return the error for ranks that should hold the same tensor, and do not.
 
     Args:
-        name: Of the tensor, for DCP.
+        name: The name of the tensor, for DCP.
         difference: What the first of the ranks holds, up to "than".
-        ranks: That rank first, then those that hold something else.
+        ranks: The first rank, then those that hold something else.
         otherwise: What else can be done with a tensor that differs by design.
     """
     return CoordinationError(

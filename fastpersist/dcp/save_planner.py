@@ -163,7 +163,7 @@ def cut_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
     """Cut large tensors that several plans have into chunks, one for each of these plans, or for some of them.
 
     Args:
-        plans: Of each rank, with all that it holds.
+        plans: The plan of each rank, with all that the rank holds.
 
     Returns:
         The plans with chunks in place of what was cut. Small tensors, and those that differ, stay as they are.

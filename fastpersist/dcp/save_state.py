@@ -43,9 +43,9 @@ class ShardedFiles:
 
     Args:
         state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects.
-        owners: Whose storages are stable.
-        plans: Kept from save to save.
-        name: Directory below that of the save; "" for that one.
+        owners: The owners of stable storages.
+        plans: The plans, kept from save to save.
+        name: The directory below that of the save; "" for the save's own directory.
     """
 
     def __init__(self, state: Mapping[str, Any], owners: Owners, plans: SharedPlans, name: str = "") -> None:
@@ -75,7 +75,7 @@ class ShardedFiles:
         """Plan and write with the other ranks; called by the save, on its writing thread.
 
         Returns:
-            On the coordinator the files of all ranks, on a follower its own.
+            On the coordinator, the files of all ranks; on a follower, its own files.
 
         Raises:
             ConfigError, CoordinationError, PeerError: As `SharedPlans.agree`.
@@ -189,12 +189,12 @@ def save_sharded(
     Args:
         files: A DirectorySave, or what `directory_save_together` returns.
         state: Nested dicts and lists of tensors (plain, DTensor, ShardedTensor) and objects.
-        name: Directory below it; "" for the directory itself.
-        optimizer: Whose tensors are in the state, as in `save_async`.
+        name: A directory below that of `files`; "" for that directory itself.
+        optimizer: The optimizer whose tensors are in the state, as in `save_async`.
         constant: What never changes, as in `save_async`.
         gate: "optimizer" or "manual", as in `save_async`.
-        owners: In place of optimizer, constant and gate.
-        plans: Kept from one save to the next, so that unchanged state is not planned again.
+        owners: The owners of stable storages, in place of optimizer, constant and gate.
+        plans: Plans that are kept from one save to the next, so that unchanged state is not planned again.
 
     Raises:
         ConfigError: The state is no dict, or the name no relative path. All else `publish().result()` raises.

@@ -47,7 +47,7 @@ class CheckpointReader(StoragePath, StorageReader):
     """What our storage readers have in common.
 
     Args:
-        path: As in `StoragePath`.
+        path: The directory, as in `StoragePath`.
         engine: "auto", or an engine's name.
         verify: Check CRCs.
 
@@ -88,7 +88,7 @@ class FastPersistReader(CheckpointReader):
         verify: Check the CRC of every tensor that a rank reads as a whole.
 
     Attributes:
-        load_id: Of the last load, as torch's reader has it.
+        load_id: The id of the last load, as in torch's reader.
 
     Raises:
         ConfigError: Unknown engine.
@@ -108,8 +108,8 @@ class FastPersistReader(CheckpointReader):
         """Read what is in the checkpoint.
 
         Args:
-            args: None.
-            kwargs: `rank=`: of the save, for checkpoints that DCP's own writer made without collectives.
+            args: Not used.
+            kwargs: `rank=`: the rank that saved, for checkpoints that DCP's own writer made without collectives.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
@@ -167,11 +167,11 @@ class FastPersistReader(CheckpointReader):
         Called before memory is allocated for tensors, and before a target is changed. Parts may be missing here.
 
         Args:
-            metadata: Of this checkpoint.
-            known_bytes: Lengths of parts, by name, as the manifest has them; others are looked up.
+            metadata: The metadata of this checkpoint.
+            known_bytes: The lengths of parts by name, from the manifest; the lengths of other parts are looked up.
 
         Raises:
-            CorruptionError: They do; the message names the item.
+            CorruptionError: The metadata do one of these; the message names the item.
             FormatError: A place is in no file of the checkpoint, or an item has no place.
             UnsupportedError: An extension of DCP's writer wrote the checkpoint.
             StorageError: An error of the disk.

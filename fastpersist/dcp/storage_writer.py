@@ -52,7 +52,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free.
 
     Attributes:
-        save_id: Of the last save, as torch's writer has it.
+        save_id: The id of the last save, as in torch's writer.
 
     Raises:
         ConfigError: Unknown engine or gate, or something that is no optimizer.

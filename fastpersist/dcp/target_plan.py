@@ -49,7 +49,7 @@ class Saved:
     """One thing that was saved.
 
     Attributes:
-        fqn: Its name for DCP.
+        fqn: Its name in DCP.
         described: A tensor's global shape, dtype and chunks; or that it is an object.
     """
 
@@ -109,7 +109,7 @@ def full_value(node: Node | None, value_of: Callable[[Saved], Any]) -> Any:
     """Return the value of a part of the tree, with an optimizer's ids of parameters as they were: text or numbers.
 
     Args:
-        node: The part.
+        node: The part of the tree.
         value_of: Returns the tensor or object of a leaf.
     """
     if isinstance(node, Saved):
@@ -135,12 +135,12 @@ class Fit(TargetWalk):
     """The plan of all targets.
 
     Args:
-        objects: What was saved and is no tensor, by DCP's name; loaded already.
-        device: Of tensors that have no target.
-        modules: Of all targets: they name the parameters of optimizers.
+        objects: What was saved and is no tensor, by its name in DCP; loaded already.
+        device: The device of tensors that have no target.
+        modules: The modules of all targets, which name the parameters of optimizers.
 
     Attributes:
-        tensors: To be filled, by DCP's name.
+        tensors: The tensors to fill, by their names in DCP.
         filled_keys: The keys of targets whose own tensors are filled.
     """
 

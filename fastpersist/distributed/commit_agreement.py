@@ -55,10 +55,10 @@ def publish_for_all(session: Session, stores: CoordinatorStores, publication: Pu
     """Publish a directory: other stores first, then this one, and tell the followers; on the coordinator.
 
     Args:
-        session: With the followers.
-        stores: Which there are.
-        publication: Publishes this one.
-        final_path: Of the directory.
+        session: The session with the followers.
+        stores: The stores of the save.
+        publication: Publishes the coordinator's own store.
+        final_path: The final path of the directory.
 
     Raises:
         PeerError: A rank has failed; nothing is published.
@@ -81,9 +81,9 @@ def hear_published(
     """Return the coordinator's last word, when it has published; on a follower.
 
     Args:
-        session: With the coordinator.
-        store: This rank's, which its first rank publishes before.
-        stats: For the manifest of that.
+        session: The session with the coordinator.
+        store: This rank's store, which its first rank publishes before.
+        stats: The figures of the save, for that store's manifest.
         check: Raises if what this rank has written may be torn.
 
     Raises:

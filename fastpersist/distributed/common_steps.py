@@ -27,7 +27,7 @@ def hearing_all(root: str, doing: str) -> Iterator[None]:
     """Raise PeerError for an error of a collective in the block.
 
     Args:
-        root: What it is about.
+        root: The root that the collective is about, for messages.
         doing: "loading from", …
     """
     try:
@@ -44,8 +44,8 @@ def refuse_together(process_group: ProcessGroup, root: str, why_not: str) -> Non
     """Raise on all ranks if one of them refuses what it was given.
 
     Args:
-        process_group: All its ranks call this.
-        root: This rank's.
+        process_group: The group whose ranks all call this.
+        root: This rank's root.
         why_not: Why this rank refuses; "" if it does not.
 
     Raises:
@@ -66,10 +66,10 @@ def require_same(process_group: ProcessGroup, root: str, option: str, value: obj
     """Raise on all ranks if they were given different values of an option.
 
     Args:
-        process_group: All its ranks call this.
-        root: What it is about.
-        option: Its name.
-        value: This rank's.
+        process_group: The group whose ranks all call this.
+        root: The root that is used, for messages.
+        option: The name of the option.
+        value: The value that this rank was given.
 
     Raises:
         ConfigError: They differ.
@@ -89,14 +89,14 @@ def done_by_first(process_group: ProcessGroup | None, root: str, doing: str, do:
     """Call a function on rank 0, and return its result on all ranks.
 
     Args:
-        process_group: All its ranks call this; None for a process that is alone.
-        root: What it is about.
+        process_group: The group whose ranks all call this; None for a process that is alone.
+        root: The root that is used, for messages.
         doing: "removing steps of", …
         do: The function; its result can be pickled.
 
     Raises:
-        Exception: What it raises, on rank 0.
-        PeerError: On the others, if it raised on rank 0; or a rank is gone.
+        Exception: What the function raises, on rank 0.
+        PeerError: On the other ranks, if the function raised on rank 0; or a rank is gone.
     """
     if process_group is None:
         return do()

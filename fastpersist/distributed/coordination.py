@@ -86,12 +86,12 @@ class Ranks:
     `meet` makes it. Two objects of the same group are independent.
 
     Attributes:
-        rank: Of this process in the group.
+        rank: The rank of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
-        block_bytes: What is cut among the ranks is cut at multiples of it.
+        block_bytes: The unit in which data is cut among the ranks: every cut lies at a multiple of it.
         patience_s: How long a rank may be silent, while a call waits for it.
-        connections: This rank's.
+        connections: The connections of this rank.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Ranks:
         """Connect the ranks of a process group; a collective, on the caller's thread.
 
         Args:
-            process_group: Any backend that can gather objects; None for the default group.
+            process_group: A group with any backend that can gather objects; None for the default group.
             timeout_s: How long another rank may be silent (it is stopped) while this one waits for it; rank 0's counts.
 
         Raises:
@@ -250,8 +250,8 @@ class Ranks:
         """Say goodbye and close the connections; may be called again. Takes less than a second.
 
         Args:
-            why: With it, the sessions that are under way fail on the other ranks, which are told this; that takes up to
-                a second for each.
+            why: An error to tell the other ranks: sessions that are under way then fail there. This takes up to a
+                second for each session. None: there is no error.
         """
         if why is not None:
             for session in list(self._sessions.values()):

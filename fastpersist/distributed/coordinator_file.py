@@ -108,10 +108,10 @@ class CoordinatorFile(Share):
         """Receive the plans of the followers, and find out where they write; call it before `write`.
 
         Args:
-            find: Given what asks the followers; returns what *go* says of several stores, if there are.
+            find: Takes a function that asks the followers; returns what *go* says of several stores, if there are.
 
         Returns:
-            Whether this rank's file is a part, of `size_bytes`; with copies it is none.
+            Whether this rank's file is a part, of `size_bytes`; False with copies.
 
         Raises:
             CoordinationError: The ranks do not hold the same replicas; the message says which differ on which ranks.
@@ -148,12 +148,12 @@ class CoordinatorFile(Share):
         Returns when everything is written, and what the followers have written is durable.
 
         Args:
-            fd: Of the preallocated file; stays the caller's.
-            path: For messages: the final name.
+            fd: A descriptor of the preallocated file; the caller closes it.
+            path: The final name, for messages.
             engine: Engine name or "auto".
-            pending_path: Where they find the file.
-            poll: See `progress.Poll`.
-            snapshot: Holds `sources`; without it they are read from where they are.
+            pending_path: The path at which the followers find the file.
+            poll: Called while data is written; see `progress.Poll`.
+            snapshot: Holds `sources`; without it, they are read from where they are.
 
         Raises:
             CoordinationError: The ranks do not hold the same replicas; the message says which differ on which ranks.
@@ -260,7 +260,7 @@ class CoordinatorFile(Share):
         """Compare the CRCs of the cut sources in all stores: the samples of *plan* may have missed a difference.
 
         Raises:
-            CoordinationError: It differs.
+            CoordinationError: A CRC differs.
         """
         if not self._copied:
             return

@@ -44,8 +44,8 @@ def agree_on_plans(
     """Receive the plans of the followers, which are in `follow_plans`, and compare them; on the coordinator.
 
     Args:
-        session: With the followers.
-        plan: "name" of the file, "digest" of what is cut, and "writers", a digest of who writes.
+        session: The session with the followers.
+        plan: The "name" of the file, a "digest" of what is cut, and "writers", a digest of the ranks that write.
         describe: Returns "mode" and "sums" of what is cut.
         names_of: Names the tensors of a cut source, by its position.
 
@@ -82,10 +82,10 @@ def follow_plans(
     """Tell the plan, answer what the coordinator asks, and return its *go*; on a follower.
 
     Args:
-        session: With the coordinator.
-        plan: As in `agree_on_plans`.
-        describe: As in `agree_on_plans`.
-        reply: Answers what is asked to find out who sees whose files.
+        session: The session with the coordinator.
+        plan: This rank's plan, with the keys that `agree_on_plans` lists.
+        describe: Returns "mode" and "sums" of what is cut.
+        reply: Returns the answer to a question about which ranks see whose files.
 
     Raises:
         PeerError: Another rank has failed, or the plans differ.
@@ -115,9 +115,9 @@ def tell_go(session: Session, path: str, offsets: Sequence[int], stores: dict[st
     """Let the followers write; on the coordinator.
 
     Args:
-        session: With the followers.
-        path: Of the pending file.
-        offsets: Of the cut sources in the file.
+        session: The session with the followers.
+        path: The path of the pending file.
+        offsets: The offsets of the cut sources in the file.
         stores: What *go* says about stores.
     """
     session.answer(encoded({"path": path, "offsets": _packed(offsets), **stores}))
@@ -142,8 +142,8 @@ def tell_done(session: Session, crcs: Sequence[int]) -> None:
     """Tell that all is written and durable; on a follower.
 
     Args:
-        session: With the coordinator.
-        crcs: Of the ranges that this rank has written.
+        session: The session with the coordinator.
+        crcs: The CRC-32s of the ranges that this rank has written.
     """
     session.tell(struct.pack(f"<{len(crcs)}I", *crcs))
 
@@ -152,8 +152,8 @@ def gather_done(session: Session, counts: Sequence[int]) -> list[list[int]]:
     """Wait until all have written, and return the CRCs of their ranges by rank; on the coordinator.
 
     Args:
-        session: With the followers.
-        counts: By rank, how many ranges it writes.
+        session: The session with the followers.
+        counts: For each rank, the number of ranges that it writes.
 
     Raises:
         CoordinationError: A rank has written something else.

@@ -61,13 +61,13 @@ class FollowerFile(Share):
         """Write this rank's part into the pending file of the coordinator, which is in `CoordinatorFile.write`.
 
         Args:
-            path: For messages: the final name.
+            path: The final name, for messages.
             engine: Engine name or "auto".
             durable: Sync what was written.
-            poll: See `progress.Poll`.
-            snapshot: Holds `sources`; without it they are read from where they are.
+            poll: Called while data is written; see `progress.Poll`.
+            snapshot: Holds `sources`; without it, they are read from where they are.
             check: Called when the part is written, before the coordinator is told: raises if the part may be torn.
-            made: Told the path of a file that this rank makes, and removes if the save fails.
+            made: Called with the path of a file that this rank makes; the file is removed if the save fails.
             store: Where this rank writes if it does not see the coordinator's files; None if it has to see them.
 
         Returns:
@@ -208,11 +208,11 @@ class OwnFile:
     """A file of a follower's own, captured.
 
     Attributes:
-        name: Below the directory.
-        final_path: The path that it will have.
+        name: The path of the file below the directory.
+        final_path: The path that the file will have.
         container: The planned content.
-        capture: Of that content.
-        snapshot: Likewise.
+        capture: The capture of this content.
+        snapshot: The snapshot of this content.
     """
 
     name: str
@@ -227,12 +227,12 @@ class OwnFile:
         """Write it; on the writing thread.
 
         Args:
-            directory: The pending one.
-            rank: This one.
+            directory: The path of the pending directory.
+            rank: The number of this rank.
             engine: Engine name or "auto".
-            durable: Sync it.
-            poll: See `progress.Poll`.
-            made: Told the path of each file and directory that this rank makes, and removes if the save fails.
+            durable: Sync the file.
+            poll: Called while data is written; see `progress.Poll`.
+            made: Called with the path of each file and directory that this rank makes, and removes if the save fails.
 
         Returns:
             The entry for the coordinator, and the engine that wrote.

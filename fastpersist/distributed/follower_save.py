@@ -44,11 +44,11 @@ class FollowerSave:
         group: The ranks that save.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Sync what was written.
-        arena: For copied bytes.
-        lane: Where it is written.
-        stats: Filled in.
-        paranoid: As in `capture`.
-        confirms: What is saved is a directory: when it has no more files, this rank tells which are its own.
+        arena: Host memory for copied bytes.
+        lane: The queue in which this save is written.
+        stats: The figures of the save, which this fills in.
+        paranoid: The option of `capture`.
+        confirms: The save is of a directory: when it has no more files, this rank tells which are its own.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class FollowerSave:
 
         Args:
             obj: This rank's counterpart of what the coordinator saves.
-            name: Of the file, below the directory; "" if `path` is the file.
-            owners: Whose storages are stable, and so replicas.
+            name: The path of the file below the directory; "" if `path` is the file.
+            owners: The owners of stable storages, which are therefore replicas.
             look: `owners.look`, or a cache of it.
-            checksum: As the coordinator has it.
-            file_format: As the coordinator has it.
-            metadata: As the coordinator has it.
+            checksum: The coordinator's value.
+            file_format: The coordinator's value.
+            metadata: The coordinator's value.
         """
         if self._pending.done():
             return  # a file before this one has failed
@@ -187,11 +187,11 @@ class FollowerSave:
         """Write a file of this rank's own, of a directory, when its turn comes; returns when what may change is copied.
 
         Args:
-            obj: Whatever torch.save takes.
-            name: Below the directory; no other rank writes a file of this name.
-            owners: Whose storages are stable.
-            file_format: As in `container_for`.
-            metadata: As in `container_for`.
+            obj: Any object that torch.save takes.
+            name: The path of the file below the directory; no other rank writes a file of this name.
+            owners: The owners of stable storages.
+            file_format: The format of the file, as in `container_for`.
+            metadata: Text for the header of a safetensors file, as in `container_for`.
         """
         if self._pending.done():
             return
@@ -227,8 +227,8 @@ class FollowerSave:
         """Return the save, done when the coordinator has published it; no more files come.
 
         Args:
-            after: Where this rank has published a store of its own: done at the end, given what the coordinator says
-                then ("steps" that are there, "metrics").
+            after: Called at the end, if this rank has published a store of its own, with what the coordinator then
+                says ("steps" that are there, "metrics").
         """
         self._spread.begin()
         self._lane.submit(lambda: self._pending.run(lambda: self._end(after)))

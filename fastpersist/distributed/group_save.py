@@ -74,8 +74,8 @@ def ranks_of(process_group: ProcessGroup, path: str) -> tuple[Ranks, int | None]
     """Return the connected ranks of a group. They meet in the first call, which all of them make.
 
     Args:
-        process_group: Of these ranks.
-        path: What is saved first. The tuning of its file system counts for all saves of this group.
+        process_group: The process group of these ranks.
+        path: The path that is saved first. The tuning of its file system counts for all saves of this group.
 
     Returns:
         The ranks, and what `tuned_writer_count` returns.
@@ -122,9 +122,9 @@ def together_with(
 
     Args:
         process_group: The group; None to save alone.
-        path: What is saved; its last part is the same on all ranks.
+        path: The path that is saved; its last part is the same on all ranks.
         writers: The ranks that write.
-        check_replicas: See `shared_file.SaveGroup`.
+        check_replicas: Compare all bytes of the replicas, as in `shared_file.SaveGroup`.
 
     Yields:
         How the ranks save; None without a group, and with a group of one rank.
@@ -277,14 +277,14 @@ def directory_save_together(
     is visible when rank 0 has published it for all.
 
     Args:
-        path: Its final name; rank 0's counts.
-        process_group: Of the ranks; only the first call for a group uses torch's collectives.
+        path: The directory's final name; rank 0's counts.
+        process_group: The process group of the ranks; only the first call for a group uses torch's collectives.
         writers: The ranks that write, as in `fastpersist.save`.
         check_replicas: Compare all bytes of the replicas, as in `fastpersist.save`.
-        overwrite: As in `DirectorySave`; rank 0's counts.
+        overwrite: The option of `DirectorySave`; rank 0's counts.
         engine: "auto", or an engine's name, which then never falls back; each rank's own.
-        make_parents: As in `DirectorySave`; rank 0's counts.
-        pending_in: As in `DirectorySave`; rank 0's counts.
+        make_parents: The option of `DirectorySave`; rank 0's counts.
+        pending_in: The option of `DirectorySave`; rank 0's counts.
 
     Returns:
         On rank 0, and with a group of one rank, a DirectorySave. On other ranks a PeerDirectorySave; there `path` is a

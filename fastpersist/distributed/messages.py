@@ -48,7 +48,7 @@ def decoded(message: bytes, rank: int) -> dict[str, Any]:
     """Return what another rank says.
 
     Raises:
-        CoordinationError: It is no message of a save.
+        CoordinationError: The bytes are no message of a save.
     """
     try:
         found = json.loads(message)
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
     """Why a session has failed, as the coordinator tells all followers.
 
     Attributes:
-        rank: Which one it was.
+        rank: The rank that has failed.
         how: "failed", "gone" or "silent".
         text: What is known of the failure.
     """
@@ -161,7 +161,7 @@ def preferring_failure_of_others(session: _Checked | None) -> Iterator[None]:
     """Look for a failure of another rank behind an error in the block: a rank that gives up removes what others need.
 
     Args:
-        session: With the other ranks; None for a rank that saves alone.
+        session: The session with the other ranks; None for a rank that saves alone.
 
     Raises:
         PeerError: Another rank has failed; instead of StorageError or UnsupportedError.

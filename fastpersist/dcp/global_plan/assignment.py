@@ -53,10 +53,10 @@ class Share:
     """What one rank writes.
 
     Attributes:
-        items: Numbers of its tensors' items, in order.
-        first_rows: By item, the first row of its chunk that is written; WHOLE for all of it.
-        row_counts: By item, how many rows.
-        objects: Names.
+        items: Numbers of the items of the rank's tensors, in order.
+        first_rows: For each item, the first row of its chunk that is written; WHOLE for all of it.
+        row_counts: For each item, the number of rows that are written.
+        objects: The names of the objects that the rank writes.
     """
 
     items: array[int] = field(default_factory=lambda: array("I"))
@@ -73,9 +73,9 @@ class WholePlan:
     """What all ranks write; `kept_metadata` makes `.metadata` of it.
 
     Attributes:
-        groups: Of ranks that hold the same.
-        shares: By rank.
-        paths: Of all names, in the order of the state: the coordinator's, then those of others.
+        groups: The groups of ranks that hold the same tensors.
+        shares: For each rank, what it writes.
+        paths: The paths of all names, in the order of the state: those of the coordinator, then those of other ranks.
     """
 
     groups: list[Group]
@@ -95,12 +95,12 @@ class _Chunks:
     """The chunks of all ranks, each once.
 
     Attributes:
-        names: Of tensors.
-        kinds: By name.
-        name_of: By chunk, the number of its name.
-        first_holder: By chunk, two numbers: the first group that holds it, and which item of that group it is.
-        further_holders: The same of other groups, by chunk.
-        bytes_of: By chunk.
+        names: The names of the tensors.
+        kinds: For each name, the kind of its items.
+        name_of: For each chunk, the number of its name.
+        first_holder: For each chunk: the first group that holds it, and the number of its item in that group.
+        further_holders: For each chunk: every other group that holds it, with the number of its item there.
+        bytes_of: For each chunk, its bytes.
     """
 
     def __init__(self, groups: Sequence[Group], objects: Sequence[Sequence[str]]) -> None:
@@ -204,9 +204,9 @@ def assign(groups: Sequence[Group], objects: Sequence[Sequence[str]], paths: Ite
     """Decide who writes what.
 
     Args:
-        groups: Each rank is in one of them.
-        objects: By rank, the names of what is no tensor.
-        paths: Of names, the coordinator's first.
+        groups: The groups of ranks; each rank is in one of them.
+        objects: For each rank, the names of what is no tensor.
+        paths: For each rank, the paths of its names; those of the coordinator come first.
 
     Raises:
         CoordinationError: Ranks hold one name differently, or what they hold makes no whole tensors.

@@ -36,12 +36,12 @@ class TensorNames:
     """Names and kinds of numbered items.
 
     Attributes:
-        names: Each once.
-        paths: Of names in the state.
-        name_of: By item, the number of its name.
-        kind_of: By item, the number of its kind.
+        names: The names, each once.
+        paths: The path of each name in the state.
+        name_of: For each item, the number of its name.
+        kind_of: For each item, the number of its kind.
         kinds: Items without name and chunk, each for all items of the same type, shape and properties.
-        starts: By item, where its numbers begin in `HeldTensors.places`; and the end of the last one.
+        starts: For each item, where its numbers begin in `HeldTensors.places`; and where those of the last one end.
     """
 
     names: list[str]
@@ -56,7 +56,7 @@ class TensorNames:
         """Read what `packed_tensors` has made.
 
         Raises:
-            FormatError: It is something else.
+            FormatError: The bytes are something else.
         """
         read = build_pickled(blob)
         if type(read) is not tuple or tuple(map(type, read)) != (list, dict, bytes, bytes, list):
@@ -79,9 +79,9 @@ class HeldTensors:
     """The tensors that some ranks hold alike.
 
     Attributes:
-        described: Their names and kinds.
-        places: Of each item, the first element in each dimension, and then how many there are.
-        sums: Of each name, the sum of its samples, or NO_SUM.
+        described: The names and kinds of the tensors.
+        places: For each item, its first element in each dimension, and then its length in each dimension.
+        sums: For each name, the sum of its samples, or NO_SUM.
     """
 
     described: TensorNames
@@ -93,7 +93,7 @@ class HeldTensors:
         """Read what `packed_tensors` has made.
 
         Raises:
-            FormatError: It is something else, or does not go with these names.
+            FormatError: The bytes are something else, or do not go with these names.
         """
         read = build_pickled(blob)
         if type(read) is not tuple or tuple(map(type, read)) != (bytes, bytes):
@@ -139,9 +139,9 @@ def packed_tensors(
     """Pack the tensors that a rank holds.
 
     Args:
-        items: Of tensors.
-        paths: Of all names in the state.
-        sums: Of samples, by name.
+        items: The items of the tensors.
+        paths: The paths of all names in the state.
+        sums: The sums of the samples, by name.
 
     Returns:
         The names and the chunks.
@@ -222,10 +222,10 @@ def from_runs(data: bytes, limit: int) -> list[int]:
 
     Args:
         data: The bytes.
-        limit: What all numbers are below.
+        limit: A number that is larger than each number in them.
 
     Raises:
-        FormatError: They are something else, or there are more numbers than below the limit.
+        FormatError: The bytes are something else, or there are more numbers than below the limit.
     """
     runs = _column("I", data)
     if len(runs) % 2 or sum(runs[1::2]) > limit:

@@ -47,10 +47,10 @@ class KeptMetadata:
     """Writes the metadata of saves by one plan; on the coordinator. One thread at a time.
 
     Args:
-        plan: Of all ranks.
+        plan: The plan of all ranks.
 
     Attributes:
-        places: By rank, where its tensors lay in the last save: offset and length of each, packed; None before one.
+        places: For each rank, the packed offsets and lengths of its tensors in the last save; None before one.
     """
 
     def __init__(self, plan: WholePlan) -> None:
@@ -64,9 +64,9 @@ class KeptMetadata:
         """Return the bytes of the metadata.
 
         Args:
-            places: By rank, where its tensors lie.
-            object_places: By rank, where its objects lie.
-            meta: Of the save.
+            places: For each rank, the packed offsets and lengths of its tensors.
+            object_places: For each rank, the offset and length of each of its objects.
+            meta: DCP's storage metadata of this save.
         """
         if places != self.places or not self._body:
             self.places = None

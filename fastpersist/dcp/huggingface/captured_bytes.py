@@ -53,7 +53,7 @@ class CapturedBytes:
     """Gives out the bytes of items, in the order of `expect`. One thread uses it.
 
     Args:
-        capture: Has them; its sources are of PIECE_BYTES at most.
+        capture: Holds the bytes; its sources are of PIECE_BYTES at most.
     """
 
     def __init__(self, capture: ShardedCapture) -> None:
@@ -76,7 +76,7 @@ class CapturedBytes:
         """Append an item to those that will be asked for.
 
         Args:
-            slot: The number by which it was settled.
+            slot: The item's place among those that were settled.
             offset_bytes: Where its first byte goes. It lies in memory so that direct I/O takes its blocks from there.
         """
         for source, size_bytes in self._capture.pieces_of(slot):
@@ -87,7 +87,7 @@ class CapturedBytes:
         """Yield the captured bytes of an item, part by part; nothing of an item that is a private copy.
 
         Args:
-            slot: The item's.
+            slot: The item's place among those that were settled.
             before_turn: Called before a window is filled. When it returns, what was yielded before the last
                 WINDOW_COUNT calls, this one included, is no longer in use.
 

@@ -44,10 +44,10 @@ def finish_files(
     """Write what the ranks have left, and the headers that make the files readable.
 
     Args:
-        layout: Of the model.
-        parts: Of all ranks.
-        items: Of all ranks.
-        results: Of all ranks, as `write_model_part` gives them.
+        layout: The layout of the model.
+        parts: The parts of all ranks, by rank.
+        items: The items of all ranks, by rank.
+        results: The results of all ranks, as `write_model_part` returns them.
         engine: Engine name or "auto".
         durable: Sync the files.
 

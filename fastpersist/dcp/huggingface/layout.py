@@ -55,9 +55,9 @@ class Place:
     """Where a tensor lies.
 
     Attributes:
-        file: Number of its file, from 0.
-        offset_bytes: Of its first byte, in that file.
-        size_bytes: Of all of it.
+        file: The number of its file, from 0.
+        offset_bytes: The offset of its first byte, in that file.
+        size_bytes: The bytes of the whole tensor.
         gathered: Whether all its bytes go through the coordinator.
         windowed: Whether they go through windows that the ranks share.
         run_bytes: Length of the shortest run of a chunk with many runs; 0 if there is no such chunk.
@@ -76,9 +76,9 @@ class ModelLayout:
     """The files of a model.
 
     Attributes:
-        names: Of the files.
-        headers: Of each file.
-        places: Of each tensor, by its name.
+        names: The names of the files.
+        headers: The header of each file.
+        places: The place of each tensor, by the tensor's name.
     """
 
     names: tuple[str, ...]
@@ -104,8 +104,8 @@ class Runs(NamedTuple):
     """The bytes of a chunk, in their order.
 
     Attributes:
-        own: Those that its rank writes.
-        left: Those that go through the coordinator.
+        own: The runs that its rank writes.
+        left: The runs that go through the coordinator.
     """
 
     own: list[Run]
@@ -209,12 +209,12 @@ def plan_model(
     """Distribute tensors over files, and place them.
 
     Args:
-        plans: Of all ranks, each chunk once.
-        order: Names in the order of the model; those that are missing come behind.
+        plans: The plans of all ranks; each chunk is in one of them.
+        order: Names in the order of the model; names that are missing here come behind.
         max_shard_bytes: A new file begins where one would get more bytes of tensors. A larger tensor gets its own.
-        indices: The number of the file of each tensor, from 1; then `max_shard_bytes` says nothing.
-        metadata: For the header of each file.
-        unit_bytes: As in `runs_of`.
+        indices: The number of the file of each tensor, from 1; then `max_shard_bytes` has no effect.
+        metadata: Metadata for the header of each file.
+        unit_bytes: The unit in which ranks write, as in `runs_of`.
 
     Raises:
         ConfigError: The tensors are not all of a model, or the format cannot hold them; the message names one.
@@ -295,8 +295,8 @@ def runs_of(item: WriteItem, place: Place, unit_bytes: int) -> Runs:
 
     Args:
         item: The chunk.
-        place: Of its tensor.
-        unit_bytes: What is not a whole one of these, counted from the start of the file, goes through the coordinator;
+        place: The place of the chunk's tensor.
+        unit_bytes: Ranks write whole units, counted from the start of the file; the rest goes through the coordinator.
             1 where ranks may write to the same page.
     """
     data, chunk = item.tensor_data, chunk_of(item)

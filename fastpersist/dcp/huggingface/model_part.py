@@ -57,10 +57,10 @@ class ModelPart(Part):
     """What the coordinator tells a rank of its part of a save, in files that all ranks share.
 
     Attributes:
-        names: Of the files.
-        places: Of the tensors that it has chunks of.
+        names: The names of the files.
+        places: The places of the tensors that the rank has chunks of.
         unit_bytes: The rank writes whole units only; the rest goes through the coordinator.
-        windows: Through which some of the tensors go.
+        windows: The windows through which some of the tensors go; None if none does.
     """
 
     names: tuple[str, ...]
@@ -106,12 +106,12 @@ def write_model_part(
     """Write all items of a rank to their places; each is resolved just before it is written.
 
     Args:
-        part: Where to.
-        items: What, in the order of `in_file_order`.
+        part: The rank's part of the save, with the files to write to.
+        items: The items to write, in the order of `in_file_order`.
         planner: Resolves items to tensors, on any device.
         engine: Engine name or "auto".
         durable: Sync the files.
-        capture: Has the bytes, for these items; without it they do not change meanwhile.
+        capture: Holds the bytes of these items; without it, the tensors do not change meanwhile.
 
     Returns:
         One result for each item; its `storage_data` is what the chunk adds to the CRC of its tensor.
@@ -236,8 +236,8 @@ class _Chunks:
         """Return the bytes of the next item, in order: all at once, on any device, or in captured parts.
 
         Args:
-            item: It.
-            before_turn: See `CapturedBytes.parts_of`.
+            item: The next item.
+            before_turn: Called before a window is filled, as in `CapturedBytes.parts_of`.
         """
         self._slot += 1
         if self._captured is None or self._capture is None:

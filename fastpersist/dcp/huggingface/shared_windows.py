@@ -87,12 +87,12 @@ class WindowedTensor:
     """A tensor that goes through windows.
 
     Attributes:
-        name: Its name.
-        shape: All of it.
-        dtype: Of its elements.
-        place: Where it lies.
-        cut: The dimension of which a window has some indices, its *rows*: the first that is longer than 1.
-        row_count: Rows of a window.
+        name: The tensor's name.
+        shape: The shape of the whole tensor.
+        dtype: The dtype of its elements.
+        place: Where the tensor lies.
+        cut: The dimension that is cut into windows; its indices are the *rows*. It is the first that is longer than 1.
+        row_count: The number of rows in a window.
     """
 
     name: str
@@ -118,11 +118,11 @@ class SharedWindows:
     """The windows that the ranks share, as the coordinator tells them.
 
     Attributes:
-        path: Of the file that they map.
-        slot_bytes: Of a slot.
-        slot_count: How many there are.
+        path: The path of the file that the ranks map.
+        slot_bytes: The size of a slot.
+        slot_count: The number of slots.
         processes: The ranks, as `own_process` names them.
-        tensors: In the order of processing.
+        tensors: The tensors, in the order of processing.
     """
 
     path: str
@@ -154,9 +154,9 @@ def windowed(name: str, place: Place, items: Sequence[Sequence[WriteItem]]) -> W
     """Return how a tensor goes through windows; None if it cannot.
 
     Args:
-        name: Its name.
-        place: Where it lies.
-        items: Its chunks, of each rank that has some.
+        name: The tensor's name.
+        place: Where the tensor lies.
+        items: For each rank, its chunks of the tensor.
     """
     data = items[0][0].tensor_data if items and items[0] else None
     if data is None:
@@ -186,10 +186,10 @@ def make_windows(
     """Make the file that the ranks map; return None if they cannot share memory.
 
     Args:
-        directory: Where to.
+        directory: The directory in which the file is made.
         final_path: The name that the directory gets, for messages.
-        processes: Of the ranks of one machine.
-        tensors: What goes through it.
+        processes: The processes of the ranks, all on one machine; None for a rank that cannot share memory.
+        tensors: The tensors that go through the windows.
 
     Raises:
         NoSpaceError: There is no room.
@@ -251,18 +251,18 @@ def write_windows(
 
     Args:
         shared: The windows.
-        rank: This one.
-        items: Its chunks of these tensors, in file order.
-        parts: Gives their bytes.
+        rank: The number of this rank.
+        items: This rank's chunks of these tensors, in file order.
+        parts: Gives the bytes of the chunks.
         open_file: Opens a file of the model by its number.
         durable: Sync the files.
 
     Returns:
-        What the windows that this rank has written add to the CRCs of their tensors, by name.
+        By name of the tensor: what the windows that this rank has written add to the tensor's CRC.
 
     Raises:
         PeerError: Another rank has failed, or is gone.
-        StorageError: What the kernel said of a write.
+        StorageError: The kernel reported an error of a write.
     """
     with _Mapping(shared, rank) as mapping:
         writing = _Writing(mapping, open_file, durable=durable)

@@ -49,10 +49,10 @@ class _Stored:
     """A tensor in a file, or a part of one.
 
     Attributes:
-        file: Name of the file.
-        dtype: Of its elements.
-        entry: Where it lies.
-        offsets: Its first element in each dimension of the whole tensor.
+        file: The name of the file.
+        dtype: The dtype of its elements.
+        entry: The entry of the header, which says where it lies.
+        offsets: The position of its first element in the whole tensor, in each dimension.
     """
 
     file: str
@@ -65,12 +65,12 @@ class FastPersistHuggingFaceReader(CheckpointReader):
     """Reads the safetensors files of a model, on any number of ranks, into any sharding.
 
     Args:
-        path: The directory; or `checkpoint_id=` of dcp.load says it.
+        path: The directory; None to take `checkpoint_id=` of dcp.load.
         engine: "auto", or an engine's name, which then never falls back.
         verify: Check the CRC of every tensor that a rank reads as a whole, where one is recorded: in our own files.
 
     Attributes:
-        load_id: Of the load that was begun last, as torch's reader has it.
+        load_id: The id of the load that was begun last, as in torch's reader.
 
     Raises:
         ConfigError: Unknown engine.
@@ -82,13 +82,13 @@ class FastPersistHuggingFaceReader(CheckpointReader):
         """Read what is in the files, from their headers; called by dcp.load on each rank.
 
         Args:
-            args: None.
-            kwargs: None.
+            args: Not used.
+            kwargs: Not used.
 
         Raises:
             CheckpointNotFoundError: There are no safetensors files, or one that the index names is missing.
             FormatError: A header or the index is damaged, or they contradict each other.
-            UnsupportedError: torch has no such dtype.
+            UnsupportedError: A tensor has a dtype that torch lacks.
         """
         directory_path = self._known_path("dcp.load")
         weight_map = read_index(directory_path)
@@ -183,7 +183,7 @@ class _FileReader(PartReader):
         """Read tensors, and parts of them, into their targets.
 
         Args:
-            wanted: Each with the CRC of the whole tensor, if one is recorded.
+            wanted: The parts to read, each with the CRC of the whole tensor, if one is recorded.
         """
         batch = Batch(self)
         for one, crc in wanted:

@@ -79,7 +79,7 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
 
     Args:
         path: The directory; None to take `checkpoint_id=` of dcp.save.
-        max_shard_bytes: Of the tensors in a file. A larger tensor gets a file of its own.
+        max_shard_bytes: The most bytes of tensors in a file. A larger tensor gets a file of its own.
         fqn_to_index_mapping: The number of the file of each tensor, from 1, in place of `max_shard_bytes`.
         metadata: Text to text, for the header of each file, beside `"format": "pt"`.
         overwrite: Write a model into an existing directory: its weights are replaced, other files in it (config.json,
@@ -88,9 +88,9 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         durable: Survive power loss once dcp.save has returned.
         optimizer: For dcp.async_save, as in `FastPersistWriter`. Without it, dcp.async_save
             copies the whole state before it returns.
-        constant: As in `FastPersistWriter`.
-        gate: As in `FastPersistWriter`.
-        max_host_bytes: As in `FastPersistWriter`.
+        constant: The option of `FastPersistWriter`.
+        gate: The option of `FastPersistWriter`.
+        max_host_bytes: The option of `FastPersistWriter`.
 
     Raises:
         ConfigError: Unknown engine or gate, no such size, or something that is no optimizer.

@@ -97,7 +97,7 @@ class Connection:
 
     Args:
         connected: The socket; this object closes it.
-        token: Of the group.
+        token: The token of the group.
         own_rank: On a follower, its rank, for the hello. None on the coordinator, which waits for a hello.
     """
 
@@ -271,11 +271,11 @@ def connection_over(connected: socket.socket, token: bytes, own_rank: int | None
 
     Args:
         connected: The socket.
-        token: As in `Connection`.
-        own_rank: As in `Connection`.
+        token: The token of the group.
+        own_rank: On a follower, its rank; None on the coordinator, as in `Connection`.
 
     Raises:
-        OSError: The other end has closed it already, or it is this end itself.
+        OSError: The other end has closed the socket already, or the socket is connected to itself.
     """
     try:
         if own_rank is not None and connected.getsockname() == connected.getpeername():

@@ -69,7 +69,7 @@ def frame(kind: int, number: int = 0, payload: bytes = b"") -> bytes:
 
     Args:
         kind: `MESSAGE`, `FAILED`, `KNOWN`, `PULSE`, `ALIVE`, `ASK` or `OFFER`.
-        number: Of the session.
+        number: The number of the session.
         payload: The message.
     """
     return HEADER.pack(MAGIC, kind, len(payload), number) + payload
@@ -79,7 +79,7 @@ class Seal:
     """Makes the tags of the frames of one direction of one connection.
 
     Args:
-        token: Of the group.
+        token: The token of the group.
         way: "up" to rank 0, "down" from it.
         hello: The payload of the follower's hello.
         nonce: The payload of rank 0's welcome.

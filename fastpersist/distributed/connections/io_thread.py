@@ -79,15 +79,15 @@ class Connections:
     """The connections of one rank: the coordinator's with all followers, or a follower's with the coordinator.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
         count: How many ranks there are.
-        owner: Told what happens.
+        owner: Is told what happens.
 
     Attributes:
         lock: Held while connections are served, never while a thread waits; re-entrant, as a signal handler may save.
         changed: A condition with that lock: something has come, or the connections are closed.
-        token: Of the group; set before the first connection.
-        addresses: Host and port of rank 0; the first is used.
+        token: The token of the group; set before the first connection.
+        addresses: Hosts and ports of rank 0; the first is used.
 
     Thread safety: any thread.
     """
@@ -118,7 +118,7 @@ class Connections:
         """Listen for followers; on the coordinator.
 
         Args:
-            hosts: Where followers may connect; ["127.0.0.1"] if they are all on this machine.
+            hosts: Addresses at which followers may connect; ["127.0.0.1"] if they are all on this machine.
             ports: The first of these that is free is taken; 0 for one that the kernel picks.
             only_there: Listen at the first of `hosts` alone.
 
@@ -227,7 +227,7 @@ class Connections:
         """Raise if the connections are closed.
 
         Raises:
-            CoordinationError: They are.
+            CoordinationError: They are closed.
         """
         if self._why_closed:
             raise CoordinationError(self._why_closed)
@@ -256,8 +256,8 @@ class Connections:
         """Say goodbye, close everything, and end the I/O thread; may be called again.
 
         Args:
-            why: The error of later calls.
-            limit_s: How long to wait for ranks that read slowly.
+            why: The message of the error that later calls raise.
+            limit_s: The most seconds to wait for ranks that read slowly.
         """
         with self.lock:
             if self._why_closed:

@@ -51,13 +51,13 @@ def agree_on_stores(session: Session, stores: Stores, path: str, next_number: Ca
     """Find out which ranks see the same files, before the first save; all ranks call this.
 
     Args:
-        session: Of the first save.
-        stores: Updated on all ranks.
-        path: Of a step below this rank's root, which exists on rank 0.
+        session: The session of the first save.
+        stores: Updated on all ranks with what is found.
+        path: The path of a step below this rank's root, which exists on rank 0.
         next_number: Returns the next commit number of this rank's root.
 
     Returns:
-        On rank 0 the greatest of these numbers; 0 on the others.
+        On rank 0, the greatest of the commit numbers; 0 on the others.
 
     Raises:
         StorageError: A directory above the root was missing; or an error of a disk.
@@ -102,7 +102,7 @@ def rest_of(size_bytes: int, cut: Iterable[Extent]) -> ExtentMap:
 
     Args:
         size_bytes: Length of the file.
-        cut: What is cut, in the file.
+        cut: The extents of the file that are cut.
     """
     return ExtentMap(without(Extent(0, size_bytes), merged(one for one in cut if one.size_bytes)))
 
@@ -111,10 +111,10 @@ def send_rest(session: Session, firsts: Sequence[int], path: str, rest: ExtentMa
     """Send the rest of a file that is written; on rank 0.
 
     Args:
-        session: With the followers.
+        session: The session with the followers.
         firsts: The first ranks of the other stores.
-        path: Of the pending file.
-        rest: What is sent.
+        path: The path of the pending file.
+        rest: The extents that are sent.
     """
     fd = open_regular(path)  # the writer's descriptor may be one for direct reads
     try:
@@ -129,10 +129,10 @@ def receive_rest(session: Session, fd: int, path: str, rest: ExtentMap) -> None:
     """Write what rank 0 sends of a file; on the first rank of another store.
 
     Args:
-        session: With rank 0.
-        fd: Of the file, of its full length.
-        path: Of the file, for messages.
-        rest: What comes.
+        session: The session with rank 0.
+        fd: A descriptor of the file, which has its full length.
+        path: The path of the file, for messages.
+        rest: The extents that come.
 
     Raises:
         CoordinationError: Rank 0 sends something else.

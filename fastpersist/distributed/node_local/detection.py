@@ -73,9 +73,9 @@ class Stores:
         node_local: What to do if there are several: refuse (None), or keep a part or a copy of each step on each.
 
     Attributes:
-        first_ranks: By rank, the first rank of its store; None while that is not known. On the coordinator; with
+        first_ranks: For each rank, the first rank of its store; None while that is not known. On the coordinator; with
             copies on all ranks.
-        hosts: By rank, the name of its host.
+        hosts: For each rank, the name of its host.
         made: The directories that this rank has made for its root: those above it, then the root.
     """
 
@@ -106,10 +106,10 @@ class Stores:
         """Refuse several stores if a directory above the root was missing somewhere; on the coordinator.
 
         Args:
-            absent: By rank that does not see rank 0's files, the highest such directory.
+            absent: For each rank that does not see rank 0's files, the highest such directory.
 
         Raises:
-            StorageError: One was missing.
+            StorageError: Such a directory was missing.
         """
         told = [f"rank {rank} on {self.hosts[rank]} has no {path}" for rank, path in sorted(absent.items())]
         if len(self.made) > 1:
@@ -128,11 +128,11 @@ class Stores:
         """Refuse several stores, if there are; on the coordinator.
 
         Args:
-            places: By rank that does not see rank 0's files, what it sees at its root.
-            own_place: What this rank sees.
+            places: For each rank that does not see rank 0's files, what it sees at its root.
+            own_place: What this rank sees at its root.
 
         Raises:
-            StorageError: There are.
+            StorageError: There are several stores.
         """
         if not places:
             return
@@ -167,10 +167,10 @@ class StoreMap:
     """The stores of a save, where there are several.
 
     Attributes:
-        first_ranks: By rank, the first rank of its store.
-        hosts: By rank.
-        name: Of rank 0's pending directory.
-        names: Of the pending directories of all other stores, by first rank.
+        first_ranks: For each rank, the first rank of its store.
+        hosts: For each rank, the name of its host.
+        name: The name of rank 0's pending directory.
+        names: The names of the pending directories of all other stores, by the store's first rank.
     """
 
     first_ranks: list[int]
@@ -200,7 +200,7 @@ def find_stores(say: Say, known: Stores, directory: str, *, overwrite: bool) -> 
 
     Args:
         say: Asks all followers.
-        known: What earlier saves have found; updated.
+        known: What earlier saves have found; this updates it.
         directory: Rank 0's pending directory.
         overwrite: Other stores, too, may replace a checkpoint of that name.
 
@@ -258,9 +258,9 @@ def find_stores_for_producer(session: Session, label: str, find: Callable[[Say],
     """Find the stores before a producer writes; on the coordinator, while followers are in `directory_for`.
 
     Args:
-        session: With the followers.
-        label: What is saved; the same on all ranks.
-        find: Finds the stores, given what asks all followers; returns what *go* says of them.
+        session: The session with the followers.
+        label: The name of what is saved; the same on all ranks.
+        find: Finds the stores; takes a function that asks all followers, and returns what *go* says of the stores.
 
     Raises:
         CoordinationError: A follower saves its state in another way.
@@ -280,12 +280,12 @@ class StoreSeeker:
 
     Args:
         path: The final name of the directory, below this rank's own root.
-        rank: This rank.
-        stores: Of its Checkpointer; None if all ranks need the same file system.
+        rank: The number of this rank.
+        stores: The stores of this rank's Checkpointer; None if all ranks need the same file system.
 
     Attributes:
         is_split: Whether there are several stores.
-        copied_fd: Of the file of which this rank's store gets a copy, on its first rank; else None.
+        copied_fd: A descriptor of the file that is copied to this rank's store, on its first rank; else None.
     """
 
     def __init__(self, path: str, rank: int, stores: Stores | None) -> None:

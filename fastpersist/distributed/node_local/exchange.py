@@ -57,10 +57,10 @@ class Piece(NamedTuple):
     """Bytes of the file that one rank reads for those that want them.
 
     Attributes:
-        holder: Which rank.
-        part: Whose part they lie in.
-        offset_bytes: In the file.
-        size_bytes: How many.
+        holder: The rank that reads the piece.
+        part: The rank whose part the piece lies in.
+        offset_bytes: The offset of the piece in the file.
+        size_bytes: The length of the piece.
     """
 
     holder: int
@@ -78,10 +78,10 @@ def cut_pieces(
     """Cut what all ranks want into pieces, in which the holders take turns: the same on all ranks.
 
     Args:
-        wants: What each rank wants of the file, in any order.
+        wants: For each rank, the extents of the file that it wants, in any order.
         parts: All parts of the file.
-        holders: Which rank reads each of them.
-        piece_bytes: The most of one piece; a multiple of the block size.
+        holders: For each part, the rank that reads it.
+        piece_bytes: The largest size of a piece; a multiple of the block size.
     """
     edges: set[int] = set()
     reached: list[Extent] = []
@@ -111,8 +111,8 @@ def takers_of(pieces: Sequence[Piece], wants: Sequence[Sequence[Extent]]) -> lis
     """Return for each piece the ranks that want some of it, but its holder.
 
     Args:
-        pieces: Which do not overlap.
-        wants: What each rank wants of the file.
+        pieces: The pieces, which do not overlap.
+        wants: For each rank, the extents of the file that it wants.
     """
     order = sorted(range(len(pieces)), key=lambda index: pieces[index].offset_bytes)
     starts = [pieces[index].offset_bytes for index in order]
@@ -132,9 +132,9 @@ def structure_of(part: OpenPart, size_bytes: int, path: str) -> list[Extent]:
     """Return where a torch zip has its structure: all but its storages of 64 KiB and more.
 
     Args:
-        part: Rank 0's, which holds the whole structure.
+        part: The part of rank 0, which holds the whole structure.
         size_bytes: Length of the file.
-        path: Of the file, for messages.
+        path: The path of the file, for messages.
 
     Raises:
         FormatError: It is no torch zip, or is damaged, or rank 0's part lacks some of the structure.
@@ -161,7 +161,7 @@ class PartedSource(CheckpointSource):
 
     Args:
         path: The name that the file would have.
-        fd: Of the file in memory; this object closes it.
+        fd: A descriptor of the file in memory; this object closes it.
         exchange: Reads the rest.
     """
 
@@ -183,8 +183,8 @@ class PartsExchange:
         path: The name that the file would have, for messages.
         own: The parts that this rank sees.
         size_bytes: Length of the file.
-        with_structure: It is a torch zip, whose structure all ranks get. Without it, only extents are read.
-        whole_path: Of the whole file, where this rank has one: it reads that, and reads it for others.
+        with_structure: The file is a torch zip, whose structure all ranks get. Without it, only extents are read.
+        whole_path: The path of the whole file, where this rank has one: it reads from there, for itself and for others.
 
     All ranks make one at the same time.
 
@@ -427,8 +427,8 @@ class _Taking:
     """What one rank takes of the pieces that are broadcast.
 
     Args:
-        extents: What the rank reads.
-        wanted: Which of them it takes from pieces, by index.
+        extents: The extents that the rank reads.
+        wanted: The indices of the extents that it takes from pieces.
     """
 
     def __init__(self, extents: Extents, wanted: Sequence[int]) -> None:

@@ -72,11 +72,11 @@ class SplitShares:
     """What the ranks have written of a file that lies in parts.
 
     Attributes:
-        name: Of the file.
-        size_bytes: Length of the file.
-        crc32: Of the whole file.
-        extents: By rank, where the bytes of its part belong in the file.
-        crcs: By rank, the CRC of its part.
+        name: The name of the file.
+        size_bytes: The length of the file.
+        crc32: The CRC-32 of the whole file; None without checksums.
+        extents: For each rank, where the bytes of its part belong in the file.
+        crcs: For each rank, the CRC-32 of its part; None without checksums.
     """
 
     name: str
@@ -96,7 +96,7 @@ class CoordinatorStores:
 
     Args:
         known: What earlier saves have found; None if all ranks need the same file system.
-        session: With the followers.
+        session: The session with the followers.
 
     Attributes:
         found: The stores, once they are known and if there are several.
@@ -283,9 +283,9 @@ class FollowerStore(StoreSeeker):
         """Publish this store where there are several, and return rank 0's last message: it has published, too.
 
         Args:
-            session: With rank 0.
-            stats: For the manifest.
-            check: Called before that: raises if what this rank has written may be torn.
+            session: The session with rank 0.
+            stats: The figures of the save, for the manifest.
+            check: Called before this store is published: raises if what this rank has written may be torn.
 
         Raises:
             ConfigError, StorageError: As `PendingDirectory.publish`.
@@ -308,8 +308,8 @@ class FollowerStore(StoreSeeker):
         """Make this store's directory visible; on its first rank.
 
         Args:
-            commit: Rank 0's message.
-            stats: For the manifest.
+            commit: The message *commit* from rank 0.
+            stats: The figures of the save, for the manifest.
             hear: Returns rank 0's next message.
 
         Raises:

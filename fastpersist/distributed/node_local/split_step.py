@@ -46,9 +46,9 @@ class _Seen(NamedTuple):
     """A rank's report on the step that it sees; token "" if it sees none.
 
     Attributes:
-        own_ranks: Of a copy, which ranks have saved files of their own: a bit for each, as ranks are many.
-        number: Of a copy, its commit number.
-        counts: Of a copy, that it is known to be committed in all stores.
+        own_ranks: For a copy: the ranks that have saved files of their own, one bit for each rank, as ranks are many.
+        number: For a copy: its commit number.
+        counts: For a copy: it is known to be committed in all stores.
     """
 
     token: str
@@ -169,8 +169,8 @@ class StepParts:
     Args:
         reader: The rounds of the load.
         path: The step's directory, below this rank's root.
-        manifest: Of this directory; None if this rank sees no such step.
-        record: Of the parts in it, or of the copy; None if this rank sees none.
+        manifest: The manifest of this directory; None if this rank sees no such step.
+        record: The record of the parts in it, or of the copy; None if this rank sees none.
         open_copy: Opens a file of the copy; None for parts.
         counts: The copy is known to be committed in all stores.
 
@@ -301,8 +301,8 @@ class StepParts:
         """Load the file that lies in parts, or of which there are copies.
 
         Args:
-            name: That it would have.
-            load: Called with the open file and what reads it.
+            name: The name that the file would have.
+            load: Called with the open file, and with the function that reads it.
 
         Raises:
             CorruptionError: It is damaged; the message says which parts, and which ranks wrote them.
@@ -382,7 +382,7 @@ class StepParts:
         """Open the own files of all ranks that have saved; all ranks call this, and each says whether it wants them.
 
         Args:
-            names: Of the files, the same on all ranks.
+            names: The names of the files, the same on all ranks.
             wanted: This rank reads them.
 
         Returns:
