@@ -89,7 +89,7 @@ class EndOfFileError(StorageError, EOFError):
     """A file ended before all bytes of a read were there.
 
     Args:
-        sys_errno: None: no system call failed.
+        sys_errno: None, because no system call failed.
         message: What was read, and how much of it.
         path: The file.
         offset_bytes: Where the read began.

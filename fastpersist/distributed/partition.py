@@ -41,7 +41,7 @@ def common_block_bytes(page_bytes: Iterable[int]) -> int:
     machine's write to the rest of the page. Machines of one run may have pages of 4, 16 and 64 KiB.
 
     Args:
-        page_bytes: By rank, the size of a page of its machine: a power of two.
+        page_bytes: For each rank, the page size of its machine: a power of two.
     """
     return max([BLOCK_BYTES, *page_bytes])
 
@@ -53,9 +53,9 @@ def interior_of(offset_bytes: int, size_bytes: int, block_bytes: int) -> Extent:
     at 8192, byte 3996 of the source; the last ends at 12288, so Extent(3996, 4096).
 
     Args:
-        offset_bytes: Where the source lies in the file.
-        size_bytes: Its length.
-        block_bytes: What every write is a multiple of.
+        offset_bytes: The offset of the source in the file.
+        size_bytes: The length of the source.
+        block_bytes: The block size; every write is a multiple of it.
     """
     start = align_up(offset_bytes, block_bytes) - offset_bytes
     end = (offset_bytes + size_bytes) // block_bytes * block_bytes - offset_bytes
@@ -66,10 +66,10 @@ def shard_of(interiors: Sequence[Extent], writer: int, writer_count: int, block_
     """Return what one writer owns, in file order.
 
     Args:
-        interiors: Of each cut source, as `interior_of` gives it; the index is the source in the result.
-        writer: 0 … writer_count - 1.
-        writer_count: 1 or more.
-        block_bytes: Interiors are multiples of it.
+        interiors: For each cut source, what `interior_of` returns; the index is the source in the result.
+        writer: The number of the writer, 0 … writer_count - 1.
+        writer_count: The number of writers, 1 or more.
+        block_bytes: The block size; interiors are multiples of it.
     """
     ends = list(itertools.accumulate((interior.size_bytes for interior in interiors), initial=0))
     block_count = ends[-1] // block_bytes
@@ -102,11 +102,11 @@ def choose_writers(wanted: str | int, nodes: Sequence[int], tuned_count: int | N
     Args:
         wanted: "all"; "node": the first rank of each node; a number: so many, spread over the nodes; "auto": on one
             node all ranks up to 8, or up to `tuned_count`, else one of each node.
-        nodes: The node of each rank, by number.
+        nodes: For each rank, the number of its node.
         tuned_count: How many writers of one node were found to be best; the same on all ranks.
 
     Raises:
-        ConfigError: Nothing of these.
+        ConfigError: `wanted` is none of these.
     """
     require_writers(wanted)
     count = len(nodes)
@@ -131,8 +131,8 @@ def combined_crcs(sizes: Sequence[int], parts: Iterable[tuple[ByteRange, int]]) 
     """Return the CRC of each source: 0 where its parts have none.
 
     Args:
-        sizes: Of the sources, in bytes.
-        parts: What covers them, in any order, each with its CRC.
+        sizes: The sizes of the sources, in bytes.
+        parts: Byte ranges that cover the sources, in any order, each with its CRC.
 
     Raises:
         InternalError: A source is not covered.

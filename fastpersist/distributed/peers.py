@@ -38,7 +38,7 @@ def rank_in(process_group: Any) -> int:
     """Return this process's rank in a group.
 
     Raises:
-        ConfigError: It is not in the group, or torch does not know the group.
+        ConfigError: This process is not in the group, or torch does not know the group.
     """
     import torch.distributed as dist
 
@@ -116,10 +116,10 @@ def hosts_of(interface: str) -> list[str]:
     """Return the addresses of a network interface of this machine, IPv4 first.
 
     Args:
-        interface: Its name; or an address, which is returned.
+        interface: The name of the interface; or an address, which is returned.
 
     Raises:
-        ConfigError: There is none of this name, or it has no address that other machines can use.
+        ConfigError: There is no interface of this name, or it has no address that other machines can use.
 
     Source: netdevice(7), SIOCGIFADDR; proc_pid_net(5), if_inet6.
     """
@@ -184,7 +184,7 @@ def refuse_other_versions(rank: int, told: Sequence[dict[str, Any]]) -> None:
     """Raise on all ranks if they cannot understand each other; warn on the first if their torch differs.
 
     Raises:
-        ConfigError: They run versions of fastpersist with different protocols.
+        ConfigError: The ranks run versions of fastpersist with different protocols.
     """
     protocols = [one["protocol"] for one in told]
     if len(set(protocols)) > 1:

@@ -182,7 +182,7 @@ def bytes_of(ranges: Sequence[tuple[Source, int, int]]) -> Callable[[], list[byt
     """Take short ranges of bytes as they are now, without waiting for a device.
 
     Args:
-        ranges: Of each, the source, the first byte in it, and the length.
+        ranges: The ranges, each as the source, the first byte in it, and the length.
 
     Returns:
         A function that returns the bytes, in the same order; it waits for devices.
@@ -220,7 +220,7 @@ def difference(described: Sequence[tuple[Any, list[int]]], names_of: Callable[[i
     """Say what the ranks hold differently.
 
     Args:
-        described: Of each rank, what was compared, and the sum of each cut source.
+        described: For each rank, what was compared, and the sum of each cut source.
         names_of: Names the tensors of a cut source, by its position.
     """
     mode, own = described[0]

@@ -46,12 +46,12 @@ class Line(Protocol):
     """The connected ranks as a session uses them; `coordination.Ranks` is one.
 
     Attributes:
-        rank: Of this process in the group.
+        rank: The rank of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on.
-        block_bytes: What is cut among the ranks is cut at multiples of it.
+        block_bytes: The unit in which data is cut among the ranks: every cut lies at a multiple of it.
         patience_s: How long a rank may be silent, while a call waits for it.
-        connections: This rank's, whose lock guards what sessions and ranks share.
+        connections: The connections of this rank; their lock guards what sessions and ranks share.
     """
 
     rank: int
@@ -82,17 +82,17 @@ class Session:
     more; it calls `fail`, which tells the other ranks what they do not know yet.
 
     Attributes:
-        rank: Of this process in the group.
+        rank: The rank of this process in the group.
         count: How many ranks there are.
         nodes: The number of the machine that each rank runs on, 0 … by first appearance.
-        block_bytes: What is cut among the ranks is cut at multiples of it.
+        block_bytes: The unit in which data is cut among the ranks: every cut lies at a multiple of it.
         subject: What is saved, for messages: "step 100", or a path.
         message_count: Messages that this rank has sent and received.
-        message_bytes: Their bytes, headers included.
-        number: Of this session among those of the group; for `Ranks`, as are the attributes below.
-        failure: Why it has failed; None if it has not.
-        is_settled: Whether it can still fail because a rank is lost: see `settle`.
-        awaited: While a call waits, returns the ranks for which it does.
+        message_bytes: The bytes of these messages, headers included.
+        number: The number of this session among those of the group; for `Ranks`, as are the attributes below.
+        failure: Why the session has failed; None if it has not.
+        is_settled: Whether the loss of a rank can no longer make it fail: see `settle`.
+        awaited: While a call waits, returns the ranks that it waits for.
     """
 
     def __init__(self, ranks: Line, number: int, subject: str) -> None:
@@ -156,8 +156,8 @@ class Session:
         """Send a message to some of the followers; on the coordinator.
 
         Args:
-            ranks: Which.
-            message: The same for all of them.
+            ranks: The ranks that get it.
+            message: The message, the same for all of them.
 
         Raises:
             AgreementTimeoutError: A rank is silent.
@@ -170,7 +170,7 @@ class Session:
         """Send each follower a message of its own; on the coordinator.
 
         Args:
-            messages: By rank; the one for the coordinator is not sent.
+            messages: The messages by rank; the one for the coordinator is not sent.
 
         Raises:
             AgreementTimeoutError: A rank is silent.
@@ -428,10 +428,10 @@ class Session:
         """Wait until `over` returns true, or the time is up; return whether `over` did.
 
         Args:
-            over: Asked whenever something has come, with the lock held; true when the session has failed, too.
+            over: Called whenever something has come, with the lock held; also returns true when the session has failed.
             awaited: Returns the ranks that have to do something. While this waits they are asked whether they are
                 alive, and the session fails if one does not answer.
-            limit_s: None for as long as they are.
+            limit_s: The most seconds to wait; None to wait as long as the awaited ranks are alive.
         """
         self.awaited = awaited
         try:

@@ -47,11 +47,11 @@ class SaveGroup:
     """How several ranks make one save.
 
     Attributes:
-        session: Their messages about it.
-        label: What is saved: the last part of its path. All ranks must mean the same.
-        writers: The ranks that write what is cut, in order. With copies, those of each rank's own store.
-        check_replicas: Compare all bytes of what is cut, not samples.
-        stores: What is known of their file systems; None if all ranks need the same one.
+        session: The ranks' session for this save.
+        label: The name of what is saved: the last part of its path. All ranks must save the same.
+        writers: The ranks that write what is cut, in order. With copies: for each rank, the writers of its store.
+        check_replicas: Compare all bytes of what is cut, instead of samples.
+        stores: What is known of the ranks' file systems; None if all ranks need the same one.
     """
 
     session: Session
@@ -78,13 +78,13 @@ class Share:
 
     Args:
         container: The file as this rank would write it.
-        cut: Which of its sources are cut, as `replicas_of` gives them.
+        cut: The indices of the sources that are cut, as `replicas_of` returns them.
         group: The ranks that save.
-        name: Of the file, if a save has several: all ranks save them in the same order.
+        name: The name of the file, if a save has several: all ranks save them in the same order.
 
     Attributes:
-        ranges: What this rank writes of the container's sources.
-        sources: The same as sources.
+        ranges: The byte ranges of the container's sources that this rank writes.
+        sources: These ranges, as sources of their own.
     """
 
     def __init__(self, container: Container, cut: Sequence[int], group: SaveGroup, name: str = "") -> None:
@@ -145,8 +145,8 @@ class Share:
         """Return where the cut bytes that a rank writes lie in the file, ascending, those that touch as one.
 
         Args:
-            rank: Which.
-            offsets: Of the cut sources in the file, by index.
+            rank: The rank that writes.
+            offsets: The offsets of the cut sources in the file, by index.
         """
         return merged(Extent(offsets[part.source] + part.from_bytes, part.size_bytes) for part in self._shard_of(rank))
 
@@ -154,7 +154,7 @@ class Share:
         """Return what the coordinator alone writes of the file.
 
         Args:
-            offsets: Of the cut sources in the file, by index.
+            offsets: The offsets of the cut sources in the file, by index.
             size_bytes: Length of the file.
         """
         cut = zip(self._cut, self._interiors, strict=True)

@@ -93,17 +93,17 @@ class _Said:
 
     Attributes:
         stage: "read", "compare", "shared", "done", or "failed"; or a caller's own stage, with `told`.
-        path: The file that it reads.
-        place: Its kernel, and the file's device and inode: ranks with the same place share cached pages.
+        path: The file that the rank reads.
+        place: The rank's kernel, and the file's device and inode: ranks with the same place share cached pages.
         size_bytes: Length of the file.
         layout: A digest of the places of all extents.
-        only_crcs: Nothing but CRCs is wanted.
-        any_engine: No engine was named.
-        sample: With "compare", a digest of samples of the file.
-        crcs: With "shared", the CRC of each part that this rank has read.
+        only_crcs: The rank wants CRCs only.
+        any_engine: The caller has named no engine.
+        sample: In stage "compare", a digest of samples of the file.
+        crcs: In stage "shared", the CRC of each part that this rank has read.
         told: The message of a caller's own stage (`exchange`).
-        error_text: With "failed", class and message of the error.
-        error: With "failed", what the error can be rebuilt from, if it is one of ours.
+        error_text: In stage "failed", class and message of the error.
+        error: In stage "failed", what the error can be rebuilt from, if it is one of ours.
     """
 
     stage: str
@@ -147,13 +147,13 @@ class SharedReader:
     `rank` of the PeerError is -1 if the group does not say which.
 
     Args:
-        process_group: Any backend; the caller's thread takes part in its collectives.
+        process_group: A group with any backend; the caller's thread takes part in its collectives.
         subject: What is loaded, for messages: a path, or "step 100".
         way: For tests: "ahead" or "alone" instead of the fastest.
 
     Attributes:
-        group: Of the ranks.
-        rank: This one.
+        group: The process group of the ranks.
+        rank: The rank of this process.
         count: How many ranks there are.
         first_failure: After a failure that all ranks know of: the lowest rank that failed, and its error if it is one
             of ours, else None. It is the same on all ranks, so all decide alike what to do next.
@@ -271,7 +271,7 @@ class SharedReader:
         """Run a collective. None can follow one that failed or was interrupted: the ranks are out of step.
 
         Raises:
-            PeerError: It failed.
+            PeerError: The collective failed.
         """
         self._over = True
         try:
@@ -383,7 +383,7 @@ def cut_places(places: Sequence[tuple[int, int]], count: int) -> list[list[ByteR
     """Divide extents into shares of about as many bytes, in file order; only large ones are cut, between blocks.
 
     Args:
-        places: Offset in the file and length of each; the index is the source in the result.
+        places: For each extent, its offset in the file and its length; the index is the source in the result.
         count: How many shares; some may be empty.
     """
     shares: list[list[ByteRange]] = [[] for _ in range(count)]

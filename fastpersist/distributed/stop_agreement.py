@@ -34,7 +34,7 @@ class StopAgreement:
     """One rank's part in agreeing when to stop. The ranks may stop more than once.
 
     Args:
-        session: Of all ranks, for nothing else.
+        session: A session of all ranks that is used for nothing else.
 
     Thread safety: one thread uses it.
     """
@@ -54,15 +54,15 @@ class StopAgreement:
         """Take part; called by all ranks equally often.
 
         Args:
-            signals: That have come to this rank since the ranks stopped last.
-            left_s: How many seconds this rank may still wait for others; None for as long as ranks wait for each other.
+            signals: The signals that have come to this rank since the ranks stopped last.
+            left_s: Returns the seconds that this rank may still wait for others; None: as long as ranks usually wait.
 
         Returns:
             If all ranks stop here, the signals that have come to any of them; otherwise nothing.
 
         Raises:
             PeerError: A rank has failed, or is gone; there is no agreement from now on.
-            AgreementTimeoutError: The others said nothing for so long.
+            AgreementTimeoutError: The other ranks did not answer in this time.
             CoordinationError: The ranks were closed, or speak of something else.
         """
         self._count += 1

@@ -99,7 +99,7 @@ def log_of(root: str, rank: int) -> EventLog:
 
     Args:
         root: The directory, absolute.
-        rank: Of this process among those that save there.
+        rank: The rank of this process among those that save there.
     """
     with _lock:
         known = _logs.get((root, rank))
@@ -124,10 +124,10 @@ def emit(
 
     Args:
         kind: One of `KINDS`.
-        path: Of the checkpoint.
-        figures: By the names of `SaveStats`; not changed any more.
-        step: Of a Checkpointer: the event goes to the log of the root too.
-        rank: Of this process among those that save or load together.
+        path: The path of the checkpoint.
+        figures: The event's figures, by the names of `SaveStats`; the caller changes them no more.
+        step: The step, if a Checkpointer saves: the event then goes to the log of the root too. None for other saves.
+        rank: The rank of this process among those that save or load together.
         time_s: When it happened, Unix time; None for now.
         wakes: Wake or start the delivering thread, which takes a while. Otherwise, the caller soon calls `wake` or
             `flush`, or the thread looks by itself while a save is under way.

@@ -23,9 +23,9 @@ class Event(NamedTuple):
         kind: One of `KINDS`.
         time_s: When it happened, Unix time in seconds.
         root: The directory of the Checkpointer; None for single files and for directories of your own layout.
-        path: Of the checkpoint, absolute or as the caller gave it.
+        path: The path of the checkpoint, absolute or as the caller gave it.
         step: The step, for a Checkpointer.
-        rank: Of the process that tells, in the group that saves.
+        rank: The rank of the process that reports the event, in the group that saves.
         figures: Numbers and text by name, with the names of `SaveStats`: stall_s, write_s, bytes, engine, error …
     """
 

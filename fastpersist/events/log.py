@@ -57,11 +57,11 @@ class EventLog:
     there and may be written, and makes none. While the file system of the root is not mounted, events wait.
 
     Args:
-        root: The directory, absolute; this makes none.
-        rank: Of this process.
+        root: The directory, absolute; it is not created here.
+        rank: The rank of this process.
 
     Attributes:
-        root, rank: As given.
+        root, rank: The same as the arguments.
     """
 
     def __init__(self, root: str, rank: int) -> None:

@@ -22,8 +22,8 @@ class ByteRange:
 
     Attributes:
         source: The index of the source.
-        from_bytes: The first byte, counted from the source's start.
-        size_bytes: How many.
+        from_bytes: The offset of the first byte from the source's start.
+        size_bytes: The number of bytes.
     """
 
     source: int
@@ -35,8 +35,8 @@ class Extent(NamedTuple):
     """Bytes of a file.
 
     Attributes:
-        offset_bytes: The first.
-        size_bytes: How many.
+        offset_bytes: The offset of the first byte.
+        size_bytes: The number of bytes.
     """
 
     offset_bytes: int

@@ -74,7 +74,7 @@ def place_records(records: Iterable[tuple[bytes, int]], alignment: int, *, start
     """Place records one behind the other, as torch's writer does.
 
     Args:
-        records: Full name and size in bytes of each, in file order.
+        records: The full name and the size in bytes of each record, in file order.
         alignment: Every record's data starts on a multiple of it; 1 … 32768, because the padding field's length is a
             16-bit number.
         start_offset_bytes: Where the first local header starts.

@@ -81,8 +81,8 @@ class FileEntry:
     """One file of a checkpoint.
 
     Attributes:
-        name: Path below the checkpoint directory, parts separated by "/".
-        size_bytes: Its length.
+        name: The path below the checkpoint directory; its parts are separated by "/".
+        size_bytes: The length of the file.
         crc32: CRC-32 of the whole file; None where none was computed.
     """
 
@@ -98,12 +98,12 @@ class CheckpointManifest:
     Attributes:
         files: All files but the manifest; sorted by name when they come from `parse_manifest`.
         step: Step of the training; None if the checkpoint belongs to none.
-        time_s: When it was written, Unix time.
+        time_s: When the manifest was written, Unix time.
         metrics: Values of the training at that step. NaN and the infinities are values too.
-        versions: Name and version of what wrote it.
+        versions: Name and version of the software that wrote it.
         host: Facts of the machine that wrote it.
         stats: What the save cost; for people, so a float that is no finite number comes back as text.
-        commit_number: Its place in the order in which the steps of a root were committed; greater is newer. None if it
+        commit_number: The step's place in the order of the commits of a root; a greater number is newer. None if it
             is no step of a root, or was written before there was this field.
     """
 
@@ -142,7 +142,7 @@ def checked_step(step: object) -> int:
     """Return a step as an int: any whole number that Python takes as an index, such as numpy's integers, but no bool.
 
     Raises:
-        ConfigError: It is none, or not from 0 to 2**63 - 1.
+        ConfigError: The value is no whole number, or not from 0 to 2**63 - 1.
 
     Thread safety: pure.
     """
@@ -191,7 +191,7 @@ def check_file_name(name: str) -> None:
             directory on other systems nor its line in a message. The first part is not MANIFEST.json.
 
     Raises:
-        ConfigError: It is no such name; the message shows it and says why.
+        ConfigError: The text is no such name; the message shows it and says why.
 
     Thread safety: pure.
     """
@@ -328,7 +328,7 @@ def parse_manifest(data: bytes, path: str) -> CheckpointManifest:
 
     Args:
         data: The whole file.
-        path: For messages.
+        path: The manifest's path, for messages.
 
     Returns:
         The manifest, without keys that format 1 does not know.

@@ -84,7 +84,7 @@ def encode_header(dtype: str, shape: Sequence[int]) -> bytes:
 
     Args:
         dtype: torch's name of the dtype.
-        shape: Its dimensions.
+        shape: The dimensions of the array.
 
     Raises:
         ConfigError: numpy has no such dtype, or the header would be longer.
@@ -106,7 +106,7 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
     Args:
         read_at: read_at(offset_bytes, size_bytes) reads from the file.
         file_bytes: Length of the file.
-        path: For messages.
+        path: The path of the file, for messages.
 
     Raises:
         FormatError: The file is damaged or cut off.

@@ -93,7 +93,7 @@ class Call:
         arguments: The positional arguments.
         keywords: The keyword arguments (NEWOBJ_EX), else None.
         state: What `__setstate__` or `__dict__` would get (BUILD), else None.
-        items: What is appended or added to it (APPENDS, ADDITEMS: deque, list and set subclasses), else None.
+        items: What is appended or added to the object (APPENDS, ADDITEMS: deque, list and set subclasses), else None.
         entries: What is put under keys (SETITEMS: OrderedDict and other dict subclasses), else None.
     """
 
@@ -111,11 +111,11 @@ class PickleScan:
 
     Attributes:
         root: The object, as symbolic nodes.
-        persistent_ids: One for each call of `persistent_load` by the unpickler, in that order.
+        persistent_ids: The id of each call of `persistent_load` that the unpickler makes, in that order.
         globals: Every global as "module.name", in the order of first use.
-        has_negative_int: There is a negative int in it; sizes, strides and offsets never are negative.
-        has_other_opcodes: It has opcodes that torch.save does not write.
-        memo_index_max: The largest index of its memo. Python's unpickler allocates as many entries.
+        has_negative_int: There is a negative int in the pickle; sizes, strides and offsets never are negative.
+        has_other_opcodes: The pickle has opcodes that torch.save does not write.
+        memo_index_max: The largest index of the pickle's memo. Python's unpickler allocates as many entries.
         calls: Every call that the unpickler would make, in that order.
     """
 

@@ -87,8 +87,8 @@ class StorageReference(NamedTuple):
 
     Attributes:
         dtype: Name of the torch dtype of its elements; "uint8" for an UntypedStorage, as in torch.load.
-        key: Its record in the archive is `data/<key>`.
-        location: The device it was saved from, such as "cpu" or "cuda:0".
+        key: The storage's key; its record in the archive is `data/<key>`.
+        location: The device that the storage was saved from, such as "cpu" or "cuda:0".
         numel: Number of elements, 0 to 2^63 - 1.
     """
 
@@ -197,12 +197,12 @@ class SymbolicTensor(NamedTuple):
     """A tensor as the pickle describes it: claims, not proof that it fits its storage.
 
     Attributes:
-        storage: Holds its elements; None where it has no storage of its own ("meta", "wrapper").
+        storage: The storage that holds its elements; None where it has no storage of its own ("meta", "wrapper").
         dtype: Name of its torch dtype, such as "bfloat16".
-        storage_offset: First element, counted in elements of `dtype`.
+        storage_offset: The offset of the first element in the storage, in elements of `dtype`.
         shape: Elements per dimension.
         stride: Elements of `dtype` from one index to the next, per dimension.
-        requires_grad: As on the tensor, or on the Parameter around it.
+        requires_grad: The value of the tensor, or of the Parameter around it.
         kind: "dense"; "meta" (no data); "wrapper" (a subclass whose data are the tensors in its attributes, a
             DTensor for one); "quantized" (its scales and zero points too); and for the components of a tensor
             made of several: "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested".

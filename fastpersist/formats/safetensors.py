@@ -75,11 +75,11 @@ class Entry(NamedTuple):
     """One tensor and where it lies.
 
     Attributes:
-        name: Its key.
+        name: The tensor's key in the header.
         dtype: safetensors' dtype name, such as "BF16".
         shape: Dimensions in the file; () for a scalar.
-        offset_bytes: Where its data starts, from the file's start.
-        size_bytes: Length of its data, row-major and contiguous.
+        offset_bytes: Where the tensor's data starts, from the file's start.
+        size_bytes: The length of its data, row-major and contiguous.
         crc: Recorded CRC-32, None where none was recorded.
     """
 
@@ -110,7 +110,7 @@ class Header:
     """A header.
 
     Attributes:
-        size_bytes: Its length, with the 8 bytes before it: where the data starts.
+        size_bytes: The length of the header, with the 8 bytes before it: where the data starts.
         entries: The tensors in the order of the data.
         metadata: The file's metadata, without our checksums.
     """
@@ -126,7 +126,7 @@ class HeaderPlan:
 
     Attributes:
         header: Where everything lies.
-        text: Its JSON, with zeros for the checksums.
+        text: The header's JSON, with zeros for the checksums.
     """
 
     header: Header
@@ -189,7 +189,7 @@ def encode_header(plan: HeaderPlan, crcs: Sequence[int] | None) -> bytes:
     """Encode length and header, padded to whole blocks.
 
     Args:
-        plan: From `place_tensors`.
+        plan: A plan that `place_tensors` returned.
         crcs: The CRC of each entry, in order; None for a plan without checksums, and only then.
     """
     text = plan.text
@@ -241,7 +241,7 @@ def read_header(read_at: Callable[[int, int], bytes], file_bytes: int, *, path: 
     Args:
         read_at: read_at(offset_bytes, size_bytes) reads from the file.
         file_bytes: Length of the file.
-        path: For messages.
+        path: The path of the file, for messages.
 
     Raises:
         FormatError: Anything that the format forbids.
@@ -300,14 +300,14 @@ def _parse(text: str, start: int) -> tuple[list[Entry], dict[str, str]]:
     """Parse a header.
 
     Args:
-        text: Its JSON.
+        text: The header's JSON.
         start: Where the data starts.
 
     Returns:
         The tensors, in the order of the header, and the metadata.
 
     Raises:
-        ValueError, RecursionError: It is no JSON, or not of this form.
+        ValueError, RecursionError: The text is no JSON, or not of this form.
     """
     entries: list[Entry] = []
     metadata: dict[str, str] | None = None

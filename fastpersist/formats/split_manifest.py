@@ -59,8 +59,8 @@ class Part:
     """The bytes of a file that one rank wrote.
 
     Attributes:
-        rank: Which rank.
-        extents: Where its bytes belong in the file, ascending; the part holds them without gaps.
+        rank: The rank that wrote the part.
+        extents: Where the part's bytes belong in the file, ascending; the part holds them without gaps.
     """
 
     rank: int
@@ -77,9 +77,9 @@ class SplitFile:
     """A file that lies in parts.
 
     Attributes:
-        name: Its name once it is whole.
-        size_bytes: Its length.
-        crc32: Of the whole file; None if it is not known.
+        name: The name of the file once it is whole.
+        size_bytes: The length of the whole file.
+        crc32: The CRC-32 of the whole file; None if it is not known.
         parts: The parts in this store.
     """
 
@@ -94,8 +94,8 @@ class PartsRecord:
     """What a PARTS.json says.
 
     Attributes:
-        token: The same in all stores of one save, and in no other save.
-        stores: All of them.
+        token: The token of the save: the same in all its stores, and in no other save.
+        stores: All stores of the save.
         store: The index of the store that holds this record.
         files: The files that lie in parts.
         own_files: The names of the files of single ranks, in all stores; only where each store has a copy.
@@ -170,10 +170,10 @@ def parse_parts(data: bytes, path: str) -> PartsRecord:
 
     Args:
         data: The whole file.
-        path: For messages.
+        path: The path of the record, for messages.
 
     Raises:
-        FormatError: It is no record of format 1, or breaks one of its rules.
+        FormatError: The data is no record of format 1, or breaks one of its rules.
     """
     try:
         if len(data) > PARTS_LIMIT_BYTES:

@@ -90,10 +90,10 @@ class ArchivePlan:
     Attributes:
         records: All records in file order: pickle, three small ones, the storages, two small ones.
         small_records: The contents of the small records, by their index in `records`; without the serialization id.
-        first_storage: Index in `records` of `data/0`.
+        first_storage: The index of `data/0` in `records`.
         storage_count: How many storages there are, from that index on.
         storage_offsets: Where the data of each storage starts.
-        storage_bytes: Of all storages together.
+        storage_bytes: The bytes of all storages together.
         directory_offset_bytes: Where the central directory starts.
         size_bytes: Length of the whole file.
     """
@@ -169,13 +169,13 @@ def _place_storages(
     """Place the storages and the records behind them.
 
     Args:
-        start: Of the names of all records.
+        start: The start of the names of all records.
         start_offset_bytes: Where the first local header starts.
         storage_sizes: The bytes of an array of type "Q".
-        alignment: As in `plan_archive`.
+        alignment: Every storage's data starts on a multiple of it, as in `plan_archive`.
 
     Returns:
-        The records, where the data of each storage starts, the bytes of all storages, and of the central entries.
+        The records, where the data of each storage starts, the bytes of all storages, and those of the central entries.
     """
     sizes = array("Q", storage_sizes)
     data = start + b"data/"
@@ -323,7 +323,7 @@ def read_directory(read_at: ReadAt, file_bytes: int, *, path: str) -> Directory:
     Args:
         read_at: Reads from the file.
         file_bytes: Length of the file.
-        path: For messages.
+        path: The path of the file, for messages.
 
     Raises:
         FormatError: The file is no whole zip archive, or its records lie outside the file, overlap, or share a name.
@@ -400,7 +400,7 @@ def _refuse_surplus(read_at: ReadAt, file_bytes: int, tail: bytes, path: str) ->
     """Refuse a whole archive with more bytes behind it.
 
     Raises:
-        UnsupportedError: It is one; torch looks for the last end record, and cares for nothing behind it.
+        UnsupportedError: There are such bytes; torch looks for the last end record, and ignores what lies behind it.
     """
     place = tail.rfind(_END_MAGIC, 0, len(tail) - _END.size + len(_END_MAGIC))
     if place < 0:
@@ -568,8 +568,8 @@ def header_damages(read_at: ReadAt, file_bytes: int, directory: Directory, *, pa
     Args:
         read_at: Reads from the file.
         file_bytes: Length of the file.
-        directory: Of this file.
-        path: For messages.
+        directory: The directory of this file.
+        path: The path of the file, for messages.
 
     Returns:
         What is wrong, by the name of the record, or by "" for the end of the file.

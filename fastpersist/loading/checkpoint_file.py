@@ -53,9 +53,9 @@ class PickleSummary:
         globals: What unpickling would import, as "module.name".
         has_negative_int: A number in the pickle is negative, perhaps a stride.
         needs_no_bytes: Unpickling surely looks at no byte of a storage.
-        is_as_torch_writes: Of protocol 2 and opcodes that torch's unpickler knows, with a memo that has no more entries
+        is_as_torch_writes: It has protocol 2, opcodes that torch's unpickler knows, and a memo with no more entries
             than the pickle has bytes.
-        sha256: Of the pickle.
+        sha256: The SHA-256 of the pickle.
     """
 
     references: list[StorageReference]
@@ -134,7 +134,7 @@ class CheckpointSource:
         """Read a few bytes, which must lie inside the file.
 
         Raises:
-            FormatError: They do not.
+            FormatError: The bytes do not lie inside the file.
             StorageError: An error of the disk.
         """
         if offset_bytes < 0 or offset_bytes + size_bytes > self.size_bytes:
@@ -310,7 +310,7 @@ def _open(name: str, path: str) -> int:
     """Open the regular file `name`; errors call it `path`.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: There is no such file.
         StorageError: It cannot be opened, or is no regular file. This never waits for the writer of a FIFO.
     """
     try:
@@ -431,7 +431,7 @@ def open_file(held: HeldDirectory, name: str) -> CheckpointSource:
     """Open a file of a held checkpoint directory; errors name the file by the directory's own path.
 
     Raises:
-        CheckpointNotFoundError: There is none.
+        CheckpointNotFoundError: There is no such file.
         FormatError: It is no regular file.
         StorageError: It cannot be read.
     """

@@ -17,7 +17,7 @@ def require_floating(dtype: object) -> None:
     """Refuse what no floating-point tensor can be converted to.
 
     Raises:
-        ConfigError: It is no floating-point dtype.
+        ConfigError: The value is no floating-point dtype.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype must be a floating-point dtype, such as torch.bfloat16, not {dtype!r}")
@@ -68,8 +68,8 @@ class _Conversion:
     """Converts what an object holds.
 
     Args:
-        dtype: The new one.
-        places: In how many places each tensor stands.
+        dtype: The new dtype.
+        places: In how many places of the object each tensor stands.
     """
 
     def __init__(self, dtype: torch.dtype, places: Counter[object]) -> None:

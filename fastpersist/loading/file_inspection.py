@@ -34,14 +34,14 @@ class TensorEntry:
     """One tensor of a file.
 
     Attributes:
-        name: Its place in the object: `model.layer.weight`, `optimizer.state[0].exp_avg`.
-        dtype: torch's name of its dtype, such as "bfloat16".
-        shape: Its dimensions.
+        name: The tensor's place in the object: `model.layer.weight`, `optimizer.state[0].exp_avg`.
+        dtype: torch's name of the tensor's dtype, such as "bfloat16".
+        shape: The dimensions of the tensor.
         size_bytes: Bytes of its elements, not of the storage that it views; 0 for an unknown dtype.
         offset_bytes: Offset of its first element from the start of the file; None for a tensor without data (meta).
         record: The record with its storage, such as "data/0"; for safetensors the name of the tensor.
         crc32: The recorded CRC-32 of that record; None without checksums.
-        file: In a checkpoint directory, the name of its file; "" if a single file was inspected.
+        file: In a checkpoint directory, the name of the file with the tensor; "" if a single file was inspected.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Manifest:
             for the checkpoints in it: inspect such a checkpoint by its own path.
         globals: What loading the pickles would import, as "module.name"; empty for safetensors.
         metadata: The metadata of a safetensors header.
-        files: Directory: the files in its manifest.
-        step: Directory: the step of the training; None if it belongs to none.
-        time_s: Directory: when it was written, in seconds of Unix time.
-        metrics: Directory: the metrics that were saved with the step.
-        versions: Directory: names and versions of the software that wrote it.
-        host: Directory: facts about the machine that wrote it.
-        stats: Directory: what the save cost.
-        commit_number: Directory: its number in the order of commits below its root; None if the manifest has none.
-        checkpoints: Root: the committed checkpoints, by step.
-        leftovers: Root: names of directories that are no committed checkpoints: damaged ones, and unfinished or
+        files: For a directory: the files in its manifest.
+        step: For a directory: the step of the training; None if it belongs to none.
+        time_s: For a directory: when it was written, in seconds of Unix time.
+        metrics: For a directory: the metrics that were saved with the step.
+        versions: For a directory: names and versions of the software that wrote it.
+        host: For a directory: facts about the machine that wrote it.
+        stats: For a directory: what the save cost.
+        commit_number: For a directory: its number in the order of commits of its root; None if the manifest has none.
+        checkpoints: For a root: the committed checkpoints, by step.
+        leftovers: For a root: names of directories that are no committed checkpoints: damaged ones, and unfinished or
             replaced ones, which the next save removes.
     """
 
@@ -133,7 +133,7 @@ class Damage:
         message: What is wrong, in one line.
         tensors: The names of the damaged tensors.
         record: The damaged record; "" if the structure of the file is damaged.
-        offset_bytes: Where, from the start of the file; None if the damage has no place.
+        offset_bytes: Where the damage is, from the start of the file; None if it has no place.
         file: In a directory, the damaged file, relative to the directory; the message names it too.
     """
 
@@ -154,7 +154,7 @@ class VerifyReport:
         checked_bytes: Bytes whose CRC was compared.
         has_checksums: False if only the structure could be checked, because the file (or a file of the directory) was
             saved without CRCs.
-        leftovers: Of a root: names of unfinished and replaced checkpoints, which are no damage.
+        leftovers: For a root: names of unfinished and replaced checkpoints, which are no damage.
         notes: What is no damage, but worth knowing: files in a checkpoint's directory that are not in its manifest.
     """
 

@@ -272,10 +272,10 @@ def _load_states(path: str, modules: Sequence[_Module], held: Mapping[str, Mappi
     """Let modules take their filled tensors, which are mostly their own, and all that is no tensor in the file.
 
     Args:
-        path: For messages.
+        path: The path of the file, for messages.
         modules: The modules.
-        held: What the file has for them, by name.
-        strict: Filled tensors that a module passes over are an error: its own may lie elsewhere.
+        held: What the file has for the modules, by name.
+        strict: Filled tensors that a module passes over are an error: its own tensors may lie elsewhere.
 
     Raises:
         ConfigError: A module has refused it; the message says what is partly overwritten.
@@ -359,10 +359,10 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
     This changes nothing.
 
     Args:
-        path: Of the file, for messages.
+        path: The path of the file, for messages.
         stored: What the file holds, as the target expects it.
         wanted: What is filled.
-        ties: The file has a tensor once, whatever names it has in the target, like those of safetensors.
+        ties: The file has a tensor once, whatever names it has in the target, as safetensors files do.
 
     Raises:
         ConfigError: They do not fit; the message lists all differences.

@@ -35,7 +35,7 @@ class FoundPart:
 
     Attributes:
         path: The file of the part.
-        entry: Its entry in the manifest.
+        entry: The part's entry in the manifest.
         part: The rank that wrote it, and the extents in it.
         host: The host of the store.
     """
@@ -56,8 +56,8 @@ def read_record(path: str, manifest: CheckpointManifest, name: str = PARTS_NAME)
 
     Args:
         path: The directory.
-        manifest: Its manifest.
-        name: Of the record.
+        manifest: The directory's manifest.
+        name: The name of the record.
 
     Raises:
         FormatError, ChecksumError: The record is damaged, or does not fit the manifest.

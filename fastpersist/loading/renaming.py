@@ -26,7 +26,7 @@ def renamed(path: str, value: Any, rename: Rename) -> dict[str, Any]:
     """Return one flat dict of what nested dicts hold, by new names.
 
     Args:
-        path: Of the file, for messages.
+        path: The path of the file, for messages.
         value: A dict. Dicts in it become flat; lists and all other values stay what they are.
         rename: Returns the new name for a name, or None to leave it out; or new prefixes by old ones, of which the
             longest that fits is replaced.
@@ -102,10 +102,10 @@ def nested_for(
     name in the outermost dict.
 
     Args:
-        path: Of the file, for messages.
+        path: The path of the file, for messages.
         value: A dict, or a tree that stands for one.
-        rename: As in `renamed`.
-        targets: By key of the result, what is filled.
+        rename: The new names, as in `renamed`.
+        targets: What is filled, by key of the result.
         entries_of: Looks into the value.
         make_dict: Makes a node of such a tree.
 

@@ -160,14 +160,14 @@ def load_state(
 
     Args:
         path: A torch zip that holds a dict, such as the `state.pt` of a step.
-        into: By key of that dict, what to restore in place: a Module; an optimizer, bare or wrapped (`.optimizer`);
+        into: What to restore in place, by key of that dict: a Module; an optimizer, bare or wrapped (`.optimizer`);
             a tensor; dicts and lists, nested, of these (other values in them are set to the file's); or any object
             with load_state_dict. None for a plain load.
         keys: Names and patterns of what is read beside `into` (`selection.choose`); without `into`, only this is read.
             None: with `into`, all other entries without large tensors are read; without it, everything.
-        map_location: Where tensors without a target go, as in torch.load.
+        map_location: Where tensors go that have no target, as in torch.load.
         verify: Check every CRC before anything changes; what is filled in place is then read twice.
-        weights_only: As in torch.load. With False, code in the file may run more than once.
+        weights_only: The option of torch.load. With False, code in the file may run more than once.
         engine: "auto", or an engine's name, which then never falls back.
         on_filled: Called with a key of `into` directly before the first change to its target. After an error, the
             targets of these keys are no longer what they were.
@@ -326,7 +326,7 @@ class _Ready:
     Attributes:
         loaded: The file's object. Its tensors that go to targets straight from the file have no data.
         plan: Which tensor goes where.
-        pairs: What is filled straight from the file; empty if `loaded` has all data, which is then copied.
+        pairs: The tensors that are filled straight from the file; empty if `loaded` has all data, which is then copied.
     """
 
     loaded: Any

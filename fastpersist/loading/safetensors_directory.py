@@ -34,7 +34,7 @@ def read_index(directory: str) -> dict[str, str] | None:
     """Return the file of each tensor, by the index; None without an index, and beside a file of the whole model.
 
     Raises:
-        FormatError: It is no index.
+        FormatError: The file is no index.
         StorageError: It cannot be read.
     """
     if os.path.exists(os.path.join(directory, SINGLE_NAME)):  # transformers looks for it first, too
@@ -51,7 +51,7 @@ def parse_index(path: str) -> dict[str, str]:
     """Return the file of each tensor, by an index; the files are beside it.
 
     Raises:
-        FormatError: It is no index.
+        FormatError: The file is no index.
         StorageError: It cannot be read.
     """
     with storage_errors("reading", path), open(open_regular(path), "rb") as file:
@@ -95,7 +95,7 @@ def open_all(directory: str, stack: ExitStack) -> list[CheckpointSource]:
     """Open the files of a model, and prove that each tensor lies in one of them, where the index has it.
 
     Args:
-        directory: Of the files.
+        directory: The directory of the files.
         stack: Closes the files.
 
     Raises:

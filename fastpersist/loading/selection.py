@@ -66,7 +66,7 @@ def require_keys(keys: object) -> None:
     """Refuse anything but a list of strings; also a single string, which would count as a list of letters.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: `keys` is no such list.
     """
     if isinstance(keys, str):
         raise ConfigError(f"keys is a list of names and patterns, not a text: keys=[{keys!r}]")
@@ -200,7 +200,7 @@ def chosen_part(path: str, value: Any, keys: Collection[str] | None) -> Any:
     """Return the parts of a loaded object that keys choose; without keys, the whole object.
 
     Raises:
-        ConfigError: It is no dict, or a key chooses nothing.
+        ConfigError: The object is no dict, or a key chooses nothing.
     """
     if keys is None:
         return value
@@ -216,9 +216,9 @@ def refuse_unmatched(path: str, unmatched: Collection[str], held: Collection[obj
 
     Args:
         path: What is loaded, for messages.
-        unmatched: These keys.
-        held: The keys of what it holds.
-        where: What it is: "file" or "checkpoint".
+        unmatched: The keys that choose nothing.
+        held: The keys of what was loaded.
+        where: The kind of what is loaded: "file" or "checkpoint".
 
     Raises:
         ConfigError: There are such keys.

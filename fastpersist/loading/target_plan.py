@@ -63,13 +63,13 @@ class Leaf:
     """A tensor of the file, and where its values go.
 
     Attributes:
-        name: Its name in the target, for messages.
+        name: The tensor's name in the target, for messages.
         value: The tensor; its data may be missing.
         target: The tensor that is filled with it; None if it gets memory of its own.
-        device: The device of that memory; None if map_location decides.
+        device: The device of the memory of its own; None if map_location decides.
         is_bound: The target is filled even if another leaf fills the same memory: the last one wins, as with
             load_state_dict. False for an optimizer's state, which may share memory in the target and not in the file.
-        shard_like: A DTensor: each rank keeps the shard of the value that it has of this one. None: it keeps all.
+        shard_like: A DTensor: each rank keeps the shard of the value that it has of this DTensor. None: it keeps all.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Plan(TargetWalk):
     """Which tensors of a file go to which targets.
 
     Args:
-        has_data: Tells whether the file has the values of a tensor (it has none of one on the meta device).
+        has_data: Tells whether the file has the values of a tensor; it has none for a tensor on the meta device.
         strict: Modules refuse names that only one side has.
 
     Attributes:
@@ -260,10 +260,10 @@ class _OptimizerState:
     """Plans an optimizer's state of one parameter: tensors that it has are filled; it adopts those that it lacks.
 
     Attributes:
-        plan: Where leaves are added.
+        plan: The plan that leaves are added to.
         optimizer: The optimizer.
         parameter: The parameter; None for state that belongs to no parameter.
-        filled: Where the paths of each filled tensor are added: in the file's object, and in the parameter's state.
+        filled: Gets two paths for each filled tensor: in the file's object, and in the parameter's state.
     """
 
     plan: Plan

@@ -119,10 +119,10 @@ def refuse_misfit(
     """Refuse a target that does not fit; without `strict`, names that only one side has are accepted.
 
     Args:
-        path: Of the file, for messages.
+        path: The path of the file, for messages.
         problems: What does not fit, one sentence each.
         keys: The names that only one side has.
-        strict: As above.
+        strict: Refuse also names that only one side has.
         where: What holds the state, for messages.
         targets: What was to be filled. The message says so if their hooks may know the names of the file.
 
@@ -155,7 +155,7 @@ def missing_keys(
     """Name the entries that the caller asked for and the state does not have, one sentence for each.
 
     Args:
-        held: Keys of the state.
+        held: The keys of the state.
         into: Keys of the entries that are filled in place.
         keys: Names of the other entries that the caller asked for and that were not found otherwise.
         where: What holds the state, for messages.
@@ -210,7 +210,7 @@ class Step:
     """What to do with a part of the saved state once the tensors of the targets are filled.
 
     Attributes:
-        rank: When: MODULES before OPTIMIZERS before OTHERS.
+        rank: The place in the order of steps: MODULES before OPTIMIZERS before OTHERS.
         path: Where the part is in the saved state.
         name: Name of the part of the target, for messages.
         apply: Called with the part, in which the filled tensors of the targets replace the saved ones.

@@ -151,9 +151,9 @@ def unpickle_with(
     Args:
         source: The file; of it only the small records are read.
         storages: The storages of the object's tensors, by key.
-        map_location: Where wrapper subclasses without storage of their own go; not a callable.
-        weights_only: As in torch.load.
-        headers_follow: See `SkippingFile`.
+        map_location: The location of wrapper subclasses that have no storage of their own; not a callable.
+        weights_only: The option of torch.load.
+        headers_follow: The option of `SkippingFile`.
 
     Raises:
         FormatError: A record is not where the directory has it, or a tensor reaches beyond its storage.
@@ -229,8 +229,8 @@ def unpickle_while_reading(
             that are being read: see `may_unpickle_while_reading`. On the meta device there are none.
         extents: What is read, to host memory: parts of storages, and `headers`.
         headers: The local headers of all storages.
-        map_location: See `unpickle_with`.
-        weights_only: As in torch.load.
+        map_location: The location of wrapper subclasses, as in `unpickle_with`.
+        weights_only: The option of torch.load.
         engine: Engine name or "auto".
 
     Raises:
@@ -409,7 +409,7 @@ def refuse_disguised(source: CheckpointSource, weights_only: bool) -> None:
     """Refuse to run the code of a pickle with the name of a safetensors file: that name promises that there is none.
 
     Raises:
-        FormatError: It is one.
+        FormatError: The file is such a pickle.
     """
     if weights_only or not source.path.endswith(".safetensors"):
         return
@@ -599,7 +599,7 @@ class LocalHeaders:
         """Check the headers that were read, and store them in the source.
 
         Raises:
-            FormatError: One leads out of the file, or is none.
+            FormatError: A header leads out of the file, or is none.
         """
         for index, entry in enumerate(self._entries):
             start = index * LOCAL_HEADER_BYTES
@@ -665,7 +665,7 @@ def torch_dtype(entry: safetensors_format.Entry, path: str) -> torch.dtype:
     """Return the torch dtype of a safetensors entry.
 
     Raises:
-        UnsupportedError: This torch has none.
+        UnsupportedError: This torch has no such dtype.
     """
     dtype = getattr(torch, entry.torch_dtype or "", None)
     if not isinstance(dtype, torch.dtype):
@@ -695,7 +695,7 @@ def check_small_records(source: CheckpointSource) -> None:
     """Check the CRC of every record of a torch zip that is no storage.
 
     Raises:
-        ChecksumError: One differs.
+        ChecksumError: A CRC differs.
     """
     for entry in source.directory.entries.values():
         if not entry.name.startswith("data/"):
@@ -712,7 +712,7 @@ def check_records(source: CheckpointSource, names: list[str], *, engine: str, re
     """Check the CRCs of records of a torch zip without keeping their bytes.
 
     Raises:
-        ChecksumError: One differs.
+        ChecksumError: A CRC differs.
     """
     entries = [source.directory.entries[name] for name in names]
     extents = Extents()

@@ -59,8 +59,8 @@ class DeviceRows(NamedTuple):
     """Rows on a device, and where each lies.
 
     Attributes:
-        rows: [count, *row_shape], on the device.
-        place_of_row: For each row of the table its index in `rows`, or -1; int32, on the CPU.
+        rows: The rows, [count, *row_shape], on the device.
+        place_of_row: For each row of the table, its index in `rows`, or -1; int32, on the CPU.
     """
 
     rows: torch.Tensor
@@ -81,10 +81,10 @@ class Split(NamedTuple):
     """A request for rows, some of which are on the device.
 
     Attributes:
-        rows: What is kept there.
-        places: For each id of the request the index in `rows`, or -1.
-        other: Which ids of the request have none; int64.
-        other_ids: These ids.
+        rows: The rows that are kept on the device.
+        places: For each id of the request, its row's index in `rows`, or -1.
+        other: The positions in the request of the ids whose rows are not on the device; int64.
+        other_ids: The ids at these positions.
     """
 
     rows: torch.Tensor
@@ -96,7 +96,7 @@ class Split(NamedTuple):
         """Return all rows of the request on the device, in the caller's current stream.
 
         Args:
-            other_rows: Those of `other_ids`, in pinned memory.
+            other_rows: The rows of `other_ids`, in pinned memory.
         """
         device = self.rows.device
         joined = rows_at(self.rows, self.places.to(device, non_blocking=True).clamp_(min=0))
@@ -110,8 +110,8 @@ class CachedRows(NamedTuple):
 
     Attributes:
         rows: All rows of the request, on the device; the others are not there yet.
-        other: Which ids of the request have none; int64, in pinned memory.
-        other_ids: These ids.
+        other: The positions in the request of the ids whose rows were not cached; int64, in pinned memory.
+        other_ids: The ids at these positions.
     """
 
     rows: torch.Tensor
@@ -130,7 +130,7 @@ class SentRows(NamedTuple):
 
     Attributes:
         rows: The rows, on the device.
-        event: Recorded behind their copy.
+        event: The CUDA event recorded behind their copy.
     """
 
     rows: torch.Tensor
@@ -148,8 +148,8 @@ def send_rows(bring: Callable[[], torch.Tensor], stream: torch.cuda.Stream) -> S
     """Copy rows to a device in a stream of ours.
 
     Args:
-        bring: Copies them there in the current stream, and returns them.
-        stream: Of the device.
+        bring: Copies the rows to the device in the current stream, and returns them.
+        stream: A stream of the device.
     """
     with torch.cuda.stream(stream):
         return SentRows(bring(), stream.record_event())
@@ -161,8 +161,8 @@ def kept_on_device(
     """Copy rows to a device.
 
     Args:
-        ids: Different ids, of one dimension on the CPU.
-        row_count: Of the table.
+        ids: Different ids, in a tensor of one dimension on the CPU.
+        row_count: The number of rows of the table.
         rows: Memory on the device for as many rows.
         read: Returns the rows of some ids in pinned memory.
         at_once: How many to read at a time.
@@ -187,11 +187,11 @@ def cached_rows(
 
     Args:
         native: The store.
-        ids: Of one dimension on the CPU.
-        batch: Of the request.
-        row_shape: Of the table.
-        dtype: Of the table.
-        stream: Of the device, for this alone.
+        ids: The ids of the request, in a tensor of one dimension on the CPU.
+        batch: The number of the request's batch.
+        row_shape: The shape of a row of the table.
+        dtype: The dtype of the table.
+        stream: A stream of the device that is used for this alone.
     """
     count, row_bytes = ids.numel(), math.prod(row_shape) * dtype.itemsize
     if count * row_bytes <= _GATHERED_BYTES_MIN or row_bytes < _ROW_BYTES_MIN or row_bytes % _WORD_BYTES_MIN:

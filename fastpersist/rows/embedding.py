@@ -22,11 +22,11 @@ class RowEmbedding(torch.nn.Module):
 
     Attributes:
         rows: The table.
-        num_embeddings: How many rows there are.
-        embedding_dim: Elements of each.
+        num_embeddings: The number of rows.
+        embedding_dim: The number of elements in each row.
 
     Raises:
-        ConfigError: No RowStore; rows of another shape.
+        ConfigError: `rows` is no RowStore, or its rows have another shape.
 
     Thread safety: as `RowStore`, any thread.
     """

@@ -24,10 +24,10 @@ def checked_ids(
 
     Args:
         ids: A tensor of whole numbers on any device, an array, a list of them, or one number.
-        find_bad: Of the address and number of int64 ids, returns the place of the first one that is no row, or their
+        find_bad: Takes the address and number of int64 ids; returns the place of the first one that is no row, or their
             number.
-        row_count: Of the table, for messages.
-        path: Of the table, for messages.
+        row_count: The number of rows of the table, for messages.
+        path: The path of the table, for messages.
 
     Raises:
         ConfigError: They are no whole numbers.

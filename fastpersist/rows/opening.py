@@ -36,9 +36,9 @@ class Piece(NamedTuple):
 
     Attributes:
         path: The file, absolute.
-        offset_bytes: Of the first row, from the file's start.
-        row_count: How many there are.
-        facts: What tells the file from another one, and from what it was before a change (`facts_of`).
+        offset_bytes: The offset of the first row, from the file's start.
+        row_count: The number of rows.
+        facts: Facts that tell the file from another one, and from its state before a change (`facts_of`).
     """
 
     path: str
@@ -53,9 +53,9 @@ class RowSource(NamedTuple):
     Attributes:
         pieces: The rows in the order of their positions.
         row_shape: Dimensions of a row; () in a table of one dimension.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         row_bytes: The length of a row; rows follow each other without gaps.
-        position_of_row: By id, where its row lies; int32 or int64, [row count]. None: ids are positions.
+        position_of_row: By id, the position of its row; int32 or int64, [row count]. None: ids are positions.
     """
 
     pieces: tuple[Piece, ...]
@@ -104,10 +104,10 @@ def open_rows(
 
     Args:
         source: A .npy or safetensors file, a raw one (with `shape` and `dtype`), or a list of pieces, joined by rows.
-        tensor: Which tensor of a safetensors file; may be left out if it has only one.
-        shape: Raw files: dimensions; the first may be -1, for as many rows as the file has.
-        dtype: Raw files: of the elements. Other files: takes the elements for others of the same width.
-        offset_bytes: Raw files: where the first row begins.
+        tensor: The name of the tensor in a safetensors file; may be left out if the file has only one.
+        shape: For raw files: the dimensions; the first may be -1, for as many rows as the file has.
+        dtype: For raw files: the dtype of the elements. Elements of other files are read as this dtype, of one width.
+        offset_bytes: For raw files: where the first row begins.
 
     Raises:
         ConfigError: Arguments that make no sense, or do not fit the file; pieces whose rows differ.

@@ -41,9 +41,9 @@ class PackReport(NamedTuple):
     """What a rewrite did.
 
     Attributes:
-        row_count: Rows of the table.
-        pass_count: How often the source was read.
-        row_bytes: The length of each.
+        row_count: The number of rows of the table.
+        pass_count: The number of times that the source was read.
+        row_bytes: The length of each row.
     """
 
     row_count: int
@@ -63,15 +63,15 @@ def pack_rows(
     """Write a table with the rows of another one, ordered by a score.
 
     Args:
-        source: As in `RowStore`; pieces become one table.
-        path: Of the new table, .npy or .safetensors. Nothing may be there: a packed table and its sidecar cannot
+        source: The table to read, as in `RowStore`; pieces become one table.
+        path: The new table's path, .npy or .safetensors. Nothing may be there: a packed table and its sidecar cannot
             replace others in one step.
         order: A number for each id, such as its degree, or how often it was asked for: the highest come first, and of
             equal ones the lower id. None: in the order of ids, as a table that is not packed.
-        memory_bytes: For a window of the destination; by default half of what is available. Beside it this takes 24 to
-            40 bytes a row, and some 300 MiB for what is read, sorted and written.
+        memory_bytes: Memory for a window of the destination; by default half of what is available. In addition, 24 to
+            40 bytes a row are taken, and some 300 MiB for what is read, sorted and written.
         tensor: The name of the tensor in a new safetensors file.
-        engine: As in `save`.
+        engine: "auto", or an engine's name, as in `save`.
 
     Raises:
         ConfigError: Arguments that make no sense; the table exists.

@@ -26,10 +26,10 @@ class Progress:
     """What is durable of a table.
 
     Attributes:
-        spec: What kind of table it is to be; a writer of another kind must not go on with it.
+        spec: The description of the table that is written; a writer of another kind must not go on with it.
         done_bytes: Bytes of durable rows; whole rows, since a continuing writer may write other rows
             after them.
-        crc32: Of these bytes.
+        crc32: The CRC-32 of these bytes.
     """
 
     spec: str

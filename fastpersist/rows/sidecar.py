@@ -57,12 +57,12 @@ class Sidecar:
     """What a sidecar says of its table.
 
     Attributes:
-        path: Of the sidecar.
+        path: The path of the sidecar.
         file_bytes: The length of the table's file.
         offset_bytes: Where the rows begin.
-        row_count: How many there are.
-        header_crc32: Of the bytes before them.
-        crcs: CRC-32 of each chunk of the rows, the last one shorter.
+        row_count: The number of rows.
+        header_crc32: The CRC-32 of the bytes before the rows.
+        crcs: The CRC-32 of each chunk of the rows; the last chunk may be shorter.
     """
 
     path: str
@@ -95,7 +95,7 @@ class ChunkCheck:
 
     Args:
         facts: What the sidecar says.
-        path: Of the table, for messages.
+        path: The path of the table, for messages.
     """
 
     def __init__(self, facts: Sidecar, path: str) -> None:
@@ -110,7 +110,7 @@ class ChunkCheck:
         """Take the next bytes, a uint8 tensor of host memory, contiguous.
 
         Raises:
-            ChecksumError: They complete a chunk, which is damaged.
+            ChecksumError: The bytes complete a chunk, which is damaged.
         """
         rest = memoryview((ctypes.c_char * part.numel()).from_address(part.data_ptr()))
         while rest:
@@ -152,8 +152,8 @@ def save_sidecar(path: str, facts: Sidecar, positions: torch.Tensor | None, *, e
     """Write the sidecar of a table, durable when this returns.
 
     Args:
-        path: Of the table.
-        facts: What it says.
+        path: The path of the table.
+        facts: What the sidecar says.
         positions: Where the row of each id lies, for a packed table.
         engine: Engine name or "auto".
 
@@ -201,8 +201,8 @@ def read_positions(table: CheckpointSource, offset_bytes: int, row_count: int) -
 
     Args:
         table: The open file.
-        offset_bytes: Where its rows begin.
-        row_count: How many there are.
+        offset_bytes: The offset at which the rows begin.
+        row_count: The number of rows.
 
     Raises:
         FormatError: The sidecar of a packed table is missing, damaged, or that of another table.
@@ -282,10 +282,10 @@ def chunk_crcs(fd: int, path: str, start_bytes: int, end_bytes: int, *, engine: 
     """Read a part of a file, and yield the CRC-32 of each chunk of it, at the speed of the disk.
 
     Args:
-        fd: As of `read_extents`.
-        path: For messages.
-        start_bytes: Where the first chunk begins.
-        end_bytes: Where the last one ends.
+        fd: A descriptor of the file, as in `read_extents`.
+        path: The path of the file, for messages.
+        start_bytes: The offset at which the first chunk begins.
+        end_bytes: The offset at which the last chunk ends.
         engine: Engine name or "auto".
 
     Raises:

@@ -66,11 +66,11 @@ class RowStats:
 
     Attributes:
         row_count: Rows asked for, duplicates included.
-        device_row_count: Of the rows asked for, those that were on a device already.
-        hit_count: Of the rows asked for, those that the cache had.
-        shared_count: Of the rows asked for, those that came by a read which another request had under way.
+        device_row_count: How many of the rows asked for were on a device already.
+        hit_count: How many of the rows asked for were in the cache.
+        shared_count: How many of the rows asked for came by a read that another request had under way.
         read_count: Requests to the kernel.
-        read_bytes: Bytes that these read, whole blocks.
+        read_bytes: Bytes that these requests read, in whole blocks.
         cached_row_count: Rows in the cache now.
         cache_row_limit: Rows that the cache has room for.
         row_bytes: The length of a row.
@@ -161,24 +161,24 @@ class RowStore:
     Args:
         source: A .npy file, a safetensors file, a raw file (with `shape` and `dtype`), or a list of pieces joined by
             rows, each a path or (path, tensor name), on any disks.
-        tensor: Which tensor of a safetensors file; may be left out if it has only one.
-        shape: Of a raw file: dimensions, the first -1 for as many rows as there are.
-        dtype: Of a raw file. Elements of other files are taken for others of the same width.
-        offset_bytes: Where the rows of a raw file begin.
+        tensor: The name of the tensor in a safetensors file; may be left out if the file has only one.
+        shape: For a raw file: the dimensions; the first may be -1, for as many rows as there are.
+        dtype: For a raw file: the dtype. Elements of other files are read as this dtype, of the same width.
+        offset_bytes: For a raw file: where its rows begin.
         cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB"; "auto" is a quarter
             of the memory that is available, at most the table. Where requests go to a CUDA device, what the rows fill
             of it is pinned.
         ahead_bytes: Memory for the results of requests made ahead that nobody has taken, on the host or on the device
             that they are for; two may always be under way. "auto" is room for 1,024 rows, at most 256 MiB: these keep a
             disk busy, and the cache knows what is started later.
-        engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
+        engine: "auto" or a name that `engines()` lists, which never falls back; as in `save`.
         queue_depth: Reads in flight at once, 1 … 4096.
 
     Attributes:
         row_count: Rows of the table; also `len()`.
         row_shape: Dimensions of a row.
-        row_bytes: Its length.
-        dtype: Of the elements.
+        row_bytes: The length of a row.
+        dtype: The dtype of the elements.
 
     Raises:
         ConfigError: Arguments that make no sense, or do not fit the file.
@@ -345,7 +345,7 @@ class RowStore:
         """Return each row once, and the index of each id's row: `unique[inverse]` is `gather(ids)`.
 
         Args:
-            ids: As for `gather`.
+            ids: The ids, as in `gather`.
             device: Where both results are to be.
 
         Returns:
@@ -367,7 +367,7 @@ class RowStore:
         made, as `ahead_bytes` allows.
 
         Args:
-            ids: As for `gather`.
+            ids: The ids, as in `gather`.
             device: Where the rows are to be when they are taken.
 
         Raises:
@@ -419,7 +419,7 @@ class RowStore:
         That takes the rows' bytes on the device, and 4 bytes on the CPU for each row of the table.
 
         Args:
-            ids: As for `gather`.
+            ids: The ids, as in `gather`.
             device: A CUDA device, whose rows of an earlier call are given up. None: the cache, which keeps those, too.
 
         Raises:

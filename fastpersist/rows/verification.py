@@ -26,9 +26,9 @@ def verify_rows(path: str | os.PathLike[str], *, engine: str = "auto") -> Verify
     """Read a table, and compare the CRC of each MiB with that in its sidecar.
 
     Args:
-        path: Of the table: .npy, or safetensors. Without a sidecar, the CRCs in a safetensors header count, unless its
-            rows are packed, which is damage; a .npy file without one has no checksums, and only its header is checked.
-        engine: As in `save`.
+        path: The table's path: .npy, or safetensors. Without a sidecar, the CRCs in a safetensors header count, unless
+            its rows are packed, which is damage; a .npy file without one has no checksums: only its header is checked.
+        engine: "auto", or an engine's name, as in `save`.
 
     Returns:
         The report, as of `verify`; it is true if nothing is wrong. At most 1000 damages are listed.

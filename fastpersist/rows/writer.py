@@ -93,10 +93,10 @@ class _Stream:
     """Bytes of rows → the file behind its header, in buffers of whole pages, with the CRC of each chunk.
 
     Args:
-        file: What writes to it.
-        reserve: Makes the file so long, in space that is reserved.
+        file: Writes the pages to the file.
+        reserve: Extends the file to a length, in space that is reserved.
         row_bytes: The length of a row.
-        crcs: Of the chunks that are there already; whole buffers of them.
+        crcs: The CRC-32s of the chunks that are there already; they fill whole buffers.
     """
 
     def __init__(self, file: PageWriter, reserve: Callable[[int], None], row_bytes: int, crcs: list[int]) -> None:
@@ -224,13 +224,13 @@ class RowWriter(Uncopied):
     loses little more than a GiB, unless it comes while the table is being published: then writing may begin anew.
 
     Args:
-        path: Of the table: .npy, or .safetensors for dtypes that numpy lacks. The rows begin on a page of the file.
+        path: The table's path: .npy, or .safetensors for dtypes that numpy lacks. The rows begin on a page of the file.
         row_shape: Dimensions of a row; () for a table of one dimension.
-        dtype: Of the elements.
+        dtype: The dtype of the elements.
         resume: Go on with an unfinished table, and leave one if this writer fails.
         overwrite: Replace a table that is there.
         tensor: The name of the tensor in a safetensors file.
-        engine: As in `save`.
+        engine: "auto", or an engine's name, as in `save`.
 
     Raises:
         ConfigError: Arguments that make no sense; the table exists already, or another writer is writing it; what is
@@ -418,7 +418,7 @@ class RowWriter(Uncopied):
         """Read the rows that a dead writer has left; return the CRCs of their chunks.
 
         Raises:
-            ChecksumError: They are not what it wrote.
+            ChecksumError: The rows are not what that writer wrote.
         """
         end_bytes = _HEADER_BYTES + record.done_bytes
         crcs = list(chunk_crcs(pending.fd, pending.path, _HEADER_BYTES, end_bytes, engine=self._engine))
@@ -659,11 +659,11 @@ def write_rows(
     """Write a table of rows that are in memory; see `RowWriter`.
 
     Args:
-        path: Of the table, .npy or .safetensors.
+        path: The path of the table, .npy or .safetensors.
         rows: A tensor on the CPU, or an array of numpy, of at least one dimension.
         overwrite: Replace a table that is there.
         tensor: The name of the tensor in a safetensors file.
-        engine: As in `save`.
+        engine: "auto", or an engine's name, as in `save`.
 
     Raises:
         ConfigError: Arguments that make no sense, or the table exists.

@@ -171,11 +171,11 @@ class Capture:
     The thread that saves calls `add` for each file, then `copy_volatile`. After that any thread may wait.
 
     Args:
-        owners: Whose storages are stable.
-        arena: Memory for copies.
+        owners: The owners of stable storages.
+        arena: Host memory for copies.
         paranoid: Re-read samples of the stable bytes for changes that no counter sees.
-        on_gate: Told the seconds that a thread waited at the gate, each time.
-        look: In place of `owners.look`, for callers that know the answer already.
+        on_gate: Called with the seconds that a thread waited at the gate, each time.
+        look: Called in place of `owners.look`, by callers that know the answer already.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class Capture:
         """Tell whether a step of this optimizer could change bytes of this save that are not captured.
 
         Args:
-            optimizer: Any; the save need not know it.
+            optimizer: Any optimizer; the save need not know it.
             on_any_stream: It also changes device memory on streams that do not wait for the copies. Such a stream could
                 change bytes, even volatile ones, that a device is still copying.
         """
@@ -358,12 +358,12 @@ class Capture:
         """Make it safe to change everything but constants: copy what the writer has not reached, or wait for it.
 
         Args:
-            timeout_s: Seconds to wait at most.
+            timeout_s: The most seconds to wait; None waits without limit.
             on_host: Anybody may change it when this returns. Without it, only work that the caller's current streams
                 get from now on: those streams wait for the devices, and this thread does not.
 
         Raises:
-            TimeoutError: With a timeout: not all is captured.
+            TimeoutError: The time is over, and not all is captured.
         """
         started_s = time.monotonic()
         if self.is_manual:
@@ -454,7 +454,7 @@ class Capture:
         """Raise if what was written may be torn; called before a file is published.
 
         Raises:
-            TornStateError: It may be; the message names the tensor.
+            TornStateError: What was written may be torn; the message names the tensor.
             DeviceError: A device has failed to copy.
         """
         self.seal()

@@ -120,7 +120,7 @@ class Container(Protocol):
         """Return the bytes that make the file readable, written last.
 
         Args:
-            crcs: Of each source; 0 without checksums.
+            crcs: The CRC-32 of each source; 0 without checksums.
         """
 
 
@@ -137,14 +137,14 @@ def container_for(
 
     Args:
         obj: Any object for a torch zip, a dict of str to tensors for safetensors.
-        path: Its name is the archive's.
+        path: The path of the file; its name becomes that of the archive.
         checksum: Compute and record CRCs.
         file_format: "torch", "safetensors", or "auto": `.safetensors` paths get that format, all others a torch zip.
-        metadata: Text to text, for safetensors only.
+        metadata: Text by name, for safetensors only.
 
     Raises:
         ConfigError, UnsupportedError: The object cannot be saved in this format; the message says how it can.
-        UnsavableTensorError: The same of a tensor, which the message names.
+        UnsavableTensorError: A tensor cannot be saved in this format; the message names it.
         RuntimeError: What torch.save refuses.
     """
     if is_safetensors(path, file_format):
@@ -328,8 +328,8 @@ def _savable_tensors(obj: object) -> dict[str, torch.Tensor]:
     """Check that an object is what safetensors can hold; conjugate and negative views are resolved.
 
     Raises:
-        ConfigError: It is no dict.
-        UnsavableTensorError: The message names the tensor and the way out.
+        ConfigError: The object is no dict.
+        UnsavableTensorError: A tensor cannot be saved; the message names it, and the way out.
     """
     if not isinstance(obj, Mapping):
         raise ConfigError(

@@ -54,11 +54,11 @@ class DirectoryFiles:
     """The files of a pending directory.
 
     Args:
-        directory: They are in it.
-        stats: Counts the bytes, and the seconds of syncs.
+        directory: The pending directory that they are in.
+        stats: The figures of the save: bytes and seconds of syncs are added to them.
 
     Attributes:
-        path: Of the pending directory.
+        path: The path of the pending directory.
         final_path: The name that it gets.
     """
 
@@ -128,10 +128,10 @@ class DirectoryFiles:
 
         Args:
             entry: The file.
-            writer: Who has written it, for messages.
+            writer: The name of the writer, for messages.
 
         Raises:
-            ConfigError: Its name is taken.
+            ConfigError: The name of the file is taken.
         """
         self._refuse_taken(entry.name, f": {writer} and another one have saved such a file" if writer else "")
         self.note(entry)
@@ -191,12 +191,12 @@ def check_lengths(path: str, final_path: str, entries: Iterable[FileEntry]) -> N
     """Check files that others have written, before they are published.
 
     Args:
-        path: Of the pending directory.
+        path: The path of the pending directory.
         final_path: The name that it gets, for messages.
-        entries: The files, with the lengths that their writers have told.
+        entries: The files, with the lengths that their writers have reported.
 
     Raises:
-        StorageError: One is missing, or has another length.
+        StorageError: A file is missing, or has another length.
     """
     for entry in entries:
         file_path = os.path.join(path, entry.name)
@@ -219,12 +219,12 @@ def manifest_now(
     """Return a manifest of files that this process has written just now.
 
     Args:
-        files: What it lists.
-        step: Of the training.
-        metrics: Of the training.
-        rank_count: How many ranks have saved, if several.
-        stats: What it cost.
-        commit_number: Its place among the steps of a root.
+        files: The files that the manifest lists.
+        step: The step of the training.
+        metrics: The metrics of the training.
+        rank_count: The number of ranks that have saved; None for one process.
+        stats: What the save cost.
+        commit_number: The number of the step in the order of commits of a root.
     """
     ranks = {} if rank_count is None else {"rank_count": rank_count}
     return CheckpointManifest(
@@ -290,13 +290,13 @@ class WriteSite:
         directory: The pending directory. None on followers that share a file system with the coordinator, which tells
             them where it is.
         final_path: The name that the directory gets.
-        session: With the other ranks; None without any.
-        label: Names the save, the same on all ranks; "" for one process.
+        session: The session with the other ranks; None if there are none.
+        label: The name of the save, the same on all ranks; "" for one process.
         engine: Engine name or "auto".
         poll: Called at least once a second; raises what makes the save fail.
         made: Called with the path of each file as soon as it is made: a save that fails removes these.
-        write_small: Given name and bytes, writes a small file of the directory, and syncs it; on the coordinator.
-        stats: Of the save; the producer notes engine and shares, the save itself times and bytes.
+        write_small: Takes a name and bytes; writes a small file of the directory, and syncs it; on the coordinator.
+        stats: The figures of the save; the producer notes engine and shares, the save itself times and bytes.
     """
 
     directory: str | None

@@ -69,10 +69,10 @@ class WholeFile:
     """A file that this process writes alone.
 
     Args:
-        container: What it holds.
-        name: Below the directory.
-        files: Of the directory.
-        create: Creates a file, given its name; returns the descriptor.
+        container: The content of the file.
+        name: The path of the file below the directory.
+        files: The files of the directory.
+        create: Takes a name, creates the file, and returns its descriptor.
     """
 
     def __init__(self, container: Container, name: str, files: DirectoryFiles, create: Callable[[str], int]) -> None:
@@ -100,9 +100,9 @@ class Publication:
     """How to make a directory visible, for the strategy to do when all ranks are ready.
 
     Attributes:
-        step: For the manifest.
-        metrics: For the manifest.
-        number: Its place among the steps of a root.
+        step: The step, for the manifest.
+        metrics: The metrics, for the manifest.
+        number: The number of the step in the order of commits of a root.
         durable: Survive power loss once done.
         publish: Publishes the directory.
     """
@@ -119,8 +119,8 @@ class Alone:
 
     Attributes:
         rank_count: How many ranks save; None for one process.
-        session: With the other ranks; None without any.
-        label: Names the save, the same on all ranks.
+        session: The session with the other ranks; None if there are none.
+        label: The name of the save, the same on all ranks.
     """
 
     rank_count: int | None = None
@@ -146,8 +146,8 @@ class Alone:
         """Plan a file.
 
         Args:
-            container: What it holds.
-            name: Below the directory.
+            container: The content of the file.
+            name: The path of the file below the directory.
             look: Finds the owners of storages.
             own: Only this rank writes it.
         """
@@ -177,7 +177,7 @@ class DirectorySave(Uncopied):
     """A directory that is being put together. One thread uses it; everything is written on another.
 
     Args:
-        path: Its final name.
+        path: The directory's final name.
         overwrite: Replace a checkpoint of that name. Without it, an existing one is an error, now and at publish().
             "foreign": also a directory with files and no MANIFEST.json, such as another program's checkpoint.
         engine: "auto", or an engine's name, which then never falls back.
@@ -268,14 +268,14 @@ class DirectorySave(Uncopied):
         """Save an object to a file of the directory; return when everything that may change at once is copied.
 
         Args:
-            obj: Whatever torch.save takes; for a name that ends in `.safetensors`, a dict of str to tensors.
-            name: Relative to the directory, with "/" between its parts.
-            optimizer: Whose tensors are in `obj`, as in `save_async`.
+            obj: Any object that torch.save takes; for a name that ends in `.safetensors`, a dict of str to tensors.
+            name: The path of the file relative to the directory, with "/" between its parts.
+            optimizer: The optimizer whose tensors are in `obj`, as in `save_async`.
             constant: Tensors that never change, as in `save_async`.
             gate: "optimizer" or "manual", as in `save_async`.
             format: "torch", "safetensors", or "auto", as in `save`.
-            metadata: Text to text, for safetensors only.
-            owners: In place of optimizer, constant and gate.
+            metadata: Text by name, for safetensors only.
+            owners: The owners of stable storages, in place of optimizer, constant and gate.
             own: With several ranks: the object is this rank's own, and only this rank writes it. Each rank writes such
                 files while the others write theirs, under names that no other rank has.
 
@@ -320,10 +320,10 @@ class DirectorySave(Uncopied):
         `publish` lists and syncs what has become of it.
 
         Args:
-            obj: As in `save`.
-            name: Relative to `path`; its directory exists.
-            format: As in `save`.
-            metadata: As in `save`.
+            obj: The object, as in `save`.
+            name: The path of the file relative to `path`; its directory exists.
+            format: "torch", "safetensors", or "auto", as in `save`.
+            metadata: Text by name, for safetensors only, as in `save`.
 
         Raises:
             ConfigError: A file of that name is being written in the background, or the format cannot hold the object.
@@ -373,9 +373,9 @@ class DirectorySave(Uncopied):
         It is neither read nor synced again. Without this, such files are published, too, after both.
 
         Args:
-            name: Relative to `path`.
-            size_bytes: Its length.
-            crc32: Of the whole file; None if it is not known, and then `verify` cannot check the file.
+            name: The path of the file relative to `path`.
+            size_bytes: The length of the file.
+            crc32: The CRC-32 of the whole file; None if it is not known, and then `verify` cannot check the file.
 
         Raises:
             ConfigError: The name is no relative file name or is taken. If the file is missing or has another length,
@@ -400,8 +400,8 @@ class DirectorySave(Uncopied):
 
         Args:
             durable: Survive power loss once done.
-            step: For the manifest.
-            metrics: Names to numbers, for the manifest.
+            step: The step, for the manifest.
+            metrics: Numbers by name, for the manifest.
             after: Called when the directory is visible and durable, before the save counts as done.
             apart: Call `after` on another thread than the one that writes, so that the next save is written meanwhile.
 

@@ -69,7 +69,7 @@ class SaveReport:
 
     Attributes:
         path: The file that was written, as the caller gave it.
-        size_bytes: Its length.
+        size_bytes: The length of the file.
         engine: The engine that wrote it; "torch.save" where the target could not be replaced by a rename.
         plan_s: Seconds until every offset was known: pickling and layout.
         write_s: Seconds from the first byte to the last.
@@ -198,10 +198,10 @@ def save_file_async(
     """Save an object to a file while training goes on; see `api.save_async`.
 
     Args:
-        obj: Whatever torch.save takes.
-        path: Of the file.
-        owners: Whose storages are stable.
-        options: Of the caller.
+        obj: Any object that torch.save takes.
+        path: The file's path.
+        owners: The owners of stable storages.
+        options: The caller's options.
         share: On the coordinator of several ranks: divides the file among them.
     """
     started_s = time.monotonic()
@@ -312,7 +312,7 @@ def _why_in_place(target: Target, path: str, options: FileOptions) -> str | None
     """Return why torch has to write a file where it is; None where a new file can take its place.
 
     Raises:
-        StorageError: If that fails, the old file is lost, and the caller has not asked for it.
+        StorageError: A failure would lose the old file, and the caller has not asked for saving in place.
     """
     if target.is_protected and not options.in_place:
         raise _in_place_only(path, errno.EPERM, str(target.why_not_replaceable))
@@ -326,8 +326,8 @@ def _create(target: Target, path: str, options: FileOptions, *, refuses_in_place
 
     Args:
         target: Where the file goes.
-        path: The same as the caller gave it, for messages.
-        options: Of the caller.
+        path: The same path as the caller gave it, for messages.
+        options: The caller's options.
         refuses_in_place: Do not save in place, whatever the caller has asked for.
 
     Raises:

@@ -72,7 +72,7 @@ class TensorsOfOwner:
     """Tensors with the keys of their storages, which are looked up on demand: a file knows most of them.
 
     Attributes:
-        tensors: As the owner has them.
+        tensors: The tensors, as the owner has them.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class Ownership:
 
     Attributes:
         stable: The tensors by which optimizers hold storages that only their steps change, with the key of each.
-        constant: The same of storages that were declared constant.
+        constant: The same for storages that were declared constant.
         why_volatile: Why storages of an optimizer are not among the stable ones; "" when all are.
     """
 
@@ -235,8 +235,8 @@ def _tensors_of(optimizer: Optimizer, *, frozen: bool = True) -> list[torch.Tens
     """Return what an optimizer's step may change: its parameters, and the tensors anywhere inside its state.
 
     Args:
-        optimizer: With its wrappers taken off.
-        frozen: Also the parameters that require no gradient now.
+        optimizer: The optimizer, without its wrappers.
+        frozen: Include the parameters that require no gradient now.
     """
     found = [
         parameter

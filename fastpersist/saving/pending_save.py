@@ -41,22 +41,22 @@ class SaveStats:
     """What a save cost, and where its bytes went.
 
     Attributes:
-        path: What was written.
-        step: Its step, for a Checkpointer.
-        bytes: Length of its files.
+        path: The path that was written.
+        step: The step, for a Checkpointer.
+        bytes: The length of all files.
         stall_s: Seconds that the training thread lost: inside save(), and waiting at the gate.
-        plan_s: The part of these for pickling and layout.
+        plan_s: The part of `stall_s` for pickling and layout.
         capture_s: Seconds from save() until everything could be changed again; training goes on during most of them.
         write_s: Seconds from the first byte to the last.
         sync_s: Seconds until the bytes, and the names, were durable.
         commit_s: Seconds to make it visible and to remove what is kept no longer, sync_s of names included.
         step_s: Mean seconds from one optimizer step to the next since the save before, where no save was under way;
             0.0 if there was no such step.
-        step_beside_save_s: The same where one was.
+        step_beside_save_s: The same for steps during which a save was under way.
         bytes_by_writer: Tensor bytes that were written from where they are.
         bytes_at_gate: Stable bytes that were copied because a step came before the writer.
         bytes_before_return: Volatile bytes that were copied inside save().
-        bytes_by_rank: With several ranks, on the first: how many bytes of what they share each has written.
+        bytes_by_rank: With several ranks, on the coordinator: how many of the shared bytes each rank has written.
         engine: The engine that wrote.
         error: What went wrong, in one line; None if nothing did.
     """
@@ -104,9 +104,9 @@ class PendingSave(Uncopied):
     exception() always returns it.
 
     Args:
-        path: What is written.
-        stats: Filled in.
-        rank: Of this process, for events.
+        path: The path that is written.
+        stats: The figures of the save, which are filled in.
+        rank: The rank of this process, for events.
         returns: The owner calls `returned`; the event "committed" follows after that, with the whole stall.
     """
 
@@ -167,7 +167,7 @@ class PendingSave(Uncopied):
         """Wait until the save is published and return where.
 
         Args:
-            timeout: Seconds.
+            timeout: The most seconds to wait; None waits without limit.
 
         Raises:
             TimeoutError: It is still under way.
@@ -252,7 +252,7 @@ class PendingSave(Uncopied):
         """Copy the volatile bytes of a file and let its writer begin; return when save() may return.
 
         Args:
-            capture: Of a file that belongs to this save.
+            capture: The capture of a file that belongs to this save.
             submit: Gives the task that writes the file to a lane.
 
         Raises:
@@ -292,7 +292,7 @@ class PendingSave(Uncopied):
         """Raise if bytes are known to be torn, or gone; called before they are read from where they are.
 
         Raises:
-            TornStateError: They are.
+            TornStateError: Such bytes are torn, or gone.
         """
         for capture in self._captures:
             if capture.is_torn():
@@ -569,7 +569,7 @@ def run_in_order(path: str, task: Callable[[], None]) -> None:
     """Run a task on a background thread, behind the tasks of earlier saves to the same path.
 
     Args:
-        path: Of the file, with symbolic links followed.
+        path: The path of the file, with symbolic links followed.
         task: Catches its own exceptions.
 
     Thread safety: any thread.
@@ -584,7 +584,7 @@ def await_earlier(path: str) -> None:
     """Wait until the earlier saves to a path are over, unless one of them calls this.
 
     Args:
-        path: As in `run_in_order`.
+        path: The path of the file, with symbolic links followed.
 
     Thread safety: any thread.
     """

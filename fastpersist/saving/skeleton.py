@@ -47,7 +47,7 @@ class Skeleton:
     Attributes:
         pickle: The pickle, protocol 2, with persistent ids in place of storages.
         storages: Each storage once, in the order in which the pickler met them; its index is its key in the file.
-        facts: What they are at the end.
+        facts: The properties of the storages when pickling has ended.
         holders: The plain tensors, and for each the index of its storage.
         wrappers: Tensors of a subclass (a DTensor, say), whose own storages lie inside other tensors.
         cut_bytes: By index, how many bytes of a storage are whole elements, if not all are. torch.save writes the rest,

@@ -22,9 +22,9 @@ class Source(NamedTuple):
     """Bytes of a tensor that go into a file.
 
     Attributes:
-        storage: Where they are.
-        offset_bytes: The first, in the storage.
-        size_bytes: How many.
+        storage: The storage that holds the bytes.
+        offset_bytes: The offset of the first byte in the storage.
+        size_bytes: The number of bytes.
     """
 
     storage: torch.UntypedStorage
@@ -36,8 +36,8 @@ class StorageFacts(NamedTuple):
     """Properties of storages at one moment.
 
     Attributes:
-        keys: Identifies each storage while it lives.
-        addresses: Where each lies; 0 if it has no byte.
+        keys: The key of each storage, which identifies the storage while it lives.
+        addresses: The address of each storage; 0 if it has no byte.
         sizes_bytes: The length of each.
         are_on_host: All of them lie in memory that the native side can read.
         versions: The version of each tensor of the file's `Holders`; -1 if it has no counter. Empty if not read yet.
@@ -67,14 +67,14 @@ class SourceTable(Sequence[Source]):
     """Sources in the order of their file.
 
     Args:
-        offsets_bytes: None if each source begins with its storage.
-        facts: Of the storages, if they are known already.
-        total_bytes: Of all sources, if it is known already.
+        offsets_bytes: Where each source begins in its storage; None if each source begins with its storage.
+        facts: The properties of the storages, if they are known already.
+        total_bytes: The bytes of all sources, if they are known already.
 
     Attributes:
-        storages: Of each source the storage.
-        offsets_bytes: Of each the first byte, in the storage.
-        sizes_bytes: Of each the number of bytes.
+        storages: The storage of each source.
+        offsets_bytes: Where each source begins in its storage.
+        sizes_bytes: The number of bytes of each source.
     """
 
     __slots__ = ("_are_at_starts", "_facts", "_total_bytes", "offsets_bytes", "sizes_bytes", "storages")
@@ -134,8 +134,8 @@ class Holders(NamedTuple):
     """Tensors, and for each what it holds.
 
     Attributes:
-        tensors: A tensor stands here as often as it holds something.
-        held: For each the index of a source, or the key of a storage (`ownership.storage_key`).
+        tensors: The tensors; a tensor stands here as often as it holds something.
+        held: For each tensor, the index of a source, or the key of a storage (`ownership.storage_key`).
     """
 
     tensors: list[torch.Tensor]

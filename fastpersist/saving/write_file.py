@@ -68,9 +68,9 @@ class CapturedFile(NamedTuple):
     """The bytes of a file, protected from changes by training.
 
     Attributes:
-        capture: Lets others wait until they may be changed.
-        snapshot: The file is written from it.
-        size_bytes: How many were captured.
+        capture: Lets others wait until the bytes may be changed.
+        snapshot: The snapshot that the file is written from.
+        size_bytes: The number of bytes that were captured.
     """
 
     capture: Capture
@@ -92,12 +92,12 @@ def capture_file(
 
     Args:
         sources: The container, or a share of it.
-        owners: Whose storages are stable.
-        arena: For copied bytes.
+        owners: The owners of stable storages.
+        arena: Host memory for copied bytes.
         spread: Spreads the writing over the time until the owners' next step; the file is added to it.
-        on_gate: Told the seconds that a thread waited at the gate, each time.
+        on_gate: Called with the seconds that a thread waited at the gate, each time.
         look: `owners.look`, or a function that knows the answer already.
-        paranoid: As in `Capture`.
+        paranoid: The option of `Capture`.
     """
     capture = Capture(owners, arena, paranoid=paranoid, on_gate=on_gate, look=look)
     spread.expect_step(owners.optimizers(), manual=owners.gate == "manual")
@@ -111,8 +111,8 @@ def write_file(fd: int, path: str, size_bytes: int, write: Callable[[], WrittenF
     """Write a file of a directory: all of its bytes and its length, which the caller then syncs.
 
     Args:
-        fd: Of the new file, open for reading and writing; stays the caller's.
-        path: For messages: the final name.
+        fd: A descriptor of the new file, open for reading and writing; the caller closes it.
+        path: The final name, for messages.
         size_bytes: Exact length of the finished file.
         write: Writes all bytes, up to the end of the last block.
 
@@ -151,7 +151,7 @@ def publish_file(
     """Write a pending file, and let it take its final name. After an error the caller aborts it.
 
     Args:
-        file: Just created.
+        file: The pending file, just created.
         size_bytes: Exact length of the finished file.
         write: Writes all bytes, up to the end of the last block.
         durable: Sync file and name.
@@ -185,12 +185,12 @@ def write_container(
     before its descriptor is written. So nothing is written twice and nothing waits.
 
     Args:
-        container: What to write.
-        fd: Open for reading and writing; stays the caller's.
-        path: For messages: the final name.
+        container: The planned file to write.
+        fd: A descriptor, open for reading and writing; the caller closes it.
+        path: The final name, for messages.
         engine: Engine name or "auto".
-        poll: See `progress.Poll`.
-        snapshot: Holds the container's sources, by index; without it they are read from where they are.
+        poll: Called while data is written; see `progress.Poll`.
+        snapshot: Holds the container's sources, by index; without it, they are read from where they are.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.
@@ -265,7 +265,7 @@ class PieceStream:
 
     Args:
         writer: Gets the pieces.
-        snapshot: Holds the sources; without it they are read from where they are.
+        snapshot: Holds the sources; without it, they are read from where they are.
     """
 
     def __init__(self, writer: Writer, snapshot: _native.Snapshot | None) -> None:
@@ -312,8 +312,8 @@ class PieceStream:
         """Add records; without a snapshot all of their sources are in host memory. Each source has a slot of its own.
 
         Args:
-            part: Which records.
-            sources: All of the file.
+            part: The records to add.
+            sources: All sources of the file.
             with_crcs: Compute and record CRCs.
         """
         self._end_literal()

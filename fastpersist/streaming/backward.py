@@ -44,14 +44,14 @@ class BackwardReads:
     """The units that a backward pass needs; each is read while the unit before it in the pass computes.
 
     Args:
-        source: Where they are read from.
-        units: All of them, by number.
-        residents: The numbers of those whose memory stays.
-        device: Where their memory is.
+        source: The source that the units are read from.
+        units: All units, by number.
+        residents: The numbers of the units whose memory stays.
+        device: The device of their memory.
 
     Attributes:
-        residents: The numbers of those whose memory stays.
-        read_bytes: What was read.
+        residents: The numbers of the units whose memory stays.
+        read_bytes: The number of bytes that were read.
 
     Thread safety: any thread.
     """

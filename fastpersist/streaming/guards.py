@@ -30,9 +30,9 @@ def put_guards(
     """Put guards on all modules of a model; return the handles of those that are hooks.
 
     Args:
-        model: The root.
-        weights: Its weights that stay in the source.
-        source_path: Where they are, for messages.
+        model: The root module.
+        weights: The weights of the model that stay in the source.
+        source_path: The path of the source, for messages.
     """
     streamed = {(id(module), local) for weight in weights for module, local in weight.places}
     streamed_ids = {id(weight.tensor) for weight in weights}

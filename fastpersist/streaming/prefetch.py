@@ -31,10 +31,10 @@ class Prefetch:
     """The units that are in memory, or being read.
 
     Args:
-        source: Where they are read from.
-        units: All of them, by number.
-        chosen: Which ones stay, and how large the ring for the others is.
-        device: Where their memory is.
+        source: The source that the units are read from.
+        units: All units, by number.
+        chosen: The choice of the units that stay, and of the size of the ring for the others.
+        device: The device of their memory.
 
     Attributes:
         residents: The numbers of the units that stay.

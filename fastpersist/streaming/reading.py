@@ -40,9 +40,9 @@ def new_memory(size_bytes: int, device: torch.device, *, for_children: bool = Tr
     """Return fresh memory as a uint8 tensor; it begins on a page, on a device on a multiple of 256.
 
     Args:
-        size_bytes: Its length.
-        device: Where it is.
-        for_children: Whether forked children have it, too, if it is the host's.
+        size_bytes: The length of the memory.
+        device: The device of the memory.
+        for_children: Whether forked children have the memory, too, if it is the host's.
     """
     if device.type != "cpu":
         with torch.inference_mode(False):
@@ -68,7 +68,7 @@ class SparseMemory:
     """Memory that takes room only where something was read into it; the rest is zeros.
 
     Args:
-        size_bytes: Its length; it is mapped at the first use.
+        size_bytes: The length of the memory; it is mapped at the first use.
 
     Thread safety: none.
     """
@@ -103,11 +103,11 @@ class Memory:
     the current stream has when the read begins.
 
     Args:
-        ring_bytes: Of the ring; 0 for none.
-        device: Where the memory is.
+        ring_bytes: The size of the ring; 0 for no ring.
+        device: The device of the memory.
 
     Attributes:
-        device: The same.
+        device: The device of the memory.
 
     Thread safety: none.
     """
@@ -158,9 +158,9 @@ class Filling:
 
     Attributes:
         blocks: The blocks.
-        memory: Of each block.
-        room: In the ring; None for memory of its own.
-        size_bytes: What is read.
+        memory: The memory of each block.
+        room: The room in the ring; None if the blocks have memory of their own.
+        size_bytes: The number of bytes that are read.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ def check_values(source: WeightSource, memory: torch.Tensor, weight: Weight, at_
     """Compare the CRCs that were recorded of a weight.
 
     Raises:
-        ChecksumError: One differs.
+        ChecksumError: A CRC differs.
     """
     for place in weight.pieces:
         data = memory[at_bytes : at_bytes + place.size_bytes].cpu()

@@ -21,7 +21,7 @@ class Residency:
 
     Attributes:
         residents: The numbers of the units that stay.
-        resident_bytes: Their bytes.
+        resident_bytes: The bytes of these units.
         ring_bytes: The bytes of the ring; 0 if all units stay.
         missing_bytes: How much more the budget must be before any choice is possible; 0 if this is one.
     """
@@ -42,8 +42,8 @@ def choose_residents(
     Args:
         units: The sizes of the blocks of each unit, in the order of their use.
         must_stay: For each unit, whether it stays in any case: it is used while others come and go.
-        budget_bytes: For both together.
-        uses: How often each unit was used, if it is known. Counts of one power of two are the same.
+        budget_bytes: The budget for ring and residents together.
+        uses: How often each unit was used, if it is known. Counts between the same two powers of two are the same.
     """
     totals = [sum(blocks) for blocks in units]
     if sum(totals) <= budget_bytes:

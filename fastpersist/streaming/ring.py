@@ -17,7 +17,7 @@ class Room:
     """Some blocks of the ring that were taken together.
 
     Attributes:
-        offsets: Of each block, from the start of the ring.
+        offsets: The offset of each block, from the start of the ring.
         end: Where the next room begins, counted in bytes that were ever taken.
         is_free: It was given back, though an older room may still hold up its bytes.
     """
@@ -31,7 +31,7 @@ class ByteRing:
     """A queue of bytes. A block never wraps: where it does not fit before the end, it begins at the start.
 
     Args:
-        size_bytes: Of the ring.
+        size_bytes: The size of the ring.
 
     Thread safety: none.
     """

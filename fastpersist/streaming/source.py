@@ -33,10 +33,10 @@ class Place(NamedTuple):
 
     Attributes:
         file: The number of its file.
-        offset_bytes: Of its first byte, from the file's start.
-        dtype: Of its elements.
-        shape: Its dimensions; it is row-major without gaps.
-        crc32: Of exactly its bytes; None if none was recorded.
+        offset_bytes: The offset of its first byte, from the file's start.
+        dtype: The dtype of its elements.
+        shape: The tensor's dimensions; it is row-major without gaps.
+        crc32: The CRC-32 of exactly its bytes; None if none was recorded.
     """
 
     file: int
@@ -62,10 +62,10 @@ class WeightSource:
 
     Args:
         path: A directory of safetensors, a safetensors file, a torch zip, or the directory of a step.
-        engine: As in `TensorFile`.
+        engine: "auto", or an engine's name, as in `TensorFile`.
 
     Attributes:
-        path: As it was given.
+        path: The path as it was given.
         places: The tensors by name.
         problems: What is wrong with files of an index, one line each: nothing is known of the tensors in them.
         file_sizes: The length of each file in bytes.

@@ -60,13 +60,13 @@ class StreamStats:
     """What a stream has done so far.
 
     Attributes:
-        budget_bytes: What ring and residents may have together.
-        ring_bytes: The ring; 0 if all weights stay in memory.
+        budget_bytes: Bytes that ring and residents may have together.
+        ring_bytes: Bytes of the ring; 0 if all weights stay in memory.
         resident_bytes: Memory of the units that stay.
-        streamed_bytes: What a pass reads from the disk, without the rows of embeddings.
-        weight_bytes: All weights in the source that the model has.
-        unit_count: Units.
-        resident_unit_count: Those of them that stay.
+        streamed_bytes: Bytes that a pass reads from the disk, without the rows of embeddings.
+        weight_bytes: Bytes of all weights in the source that the model has.
+        unit_count: The number of units.
+        resident_unit_count: The number of units that stay in memory.
         pass_count: Forwards of the whole model that have begun.
         read_count: Units that were read.
         read_bytes: Bytes that were read, rows of embeddings included.
@@ -128,7 +128,7 @@ def stream(
             those tensors, end to end. Without the prefix.
         verify: Compare the recorded checksum of each weight when it is read for the first time. Not of rows of
             embeddings, since a checksum is of the whole weight. What a backward pass reads was compared by its forward.
-        engine: As in `load`.
+        engine: "auto", or an engine's name, as in `load`.
 
     Returns:
         The stream; a context manager. `close()` ends it, and leaves a model without values.

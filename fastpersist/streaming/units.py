@@ -59,14 +59,14 @@ class Weight:
     """A parameter or buffer whose values are in the source.
 
     Attributes:
-        name: Its first name in the model.
+        name: The first of its names in the model.
         tensor: The object in the model, which stays the same while it is streamed.
-        found: The object that was there before: the same one, or one on the meta device.
+        found: The object that was in the model before: the same one, or one on the meta device.
         places: The modules that have it, and its name in each.
-        bound_class: Its class when it has its values.
-        stand_in: Its memory when it has none.
-        shape: Its dimensions.
-        dtype: As the model has it; the file's may be another.
+        bound_class: The class of the object when it has its values.
+        stand_in: The memory of the object when it has no values.
+        shape: The dimensions of the weight.
+        dtype: The dtype in the model; the file's may be another.
         pieces: Where its bytes lie, end to end; mostly one.
         owner: The stream.
         version: The version of the tensor when it was bound; an in-place change makes a different one.
@@ -113,9 +113,9 @@ class Block(NamedTuple):
     """Memory in one piece for some weights of a unit: whole pages, beginning on one.
 
     Attributes:
-        size_bytes: Its length.
-        ranges: What is read to it.
-        weights: Its weights, and where each begins.
+        size_bytes: The length of the block.
+        ranges: The ranges of files that are read to it.
+        weights: The weights in it, and where each begins.
     """
 
     size_bytes: int
@@ -128,12 +128,12 @@ class Unit:
     """Weights that are bound while the forward of a module runs.
 
     Attributes:
-        number: In the order of registration.
-        name: Of the module, in the model.
-        module: Its forward is the time for which the weights are bound.
-        weights: All of them.
+        number: The unit's number, in the order of registration.
+        name: The name of the module in the model.
+        module: The module; the weights are bound during its forward.
+        weights: All weights of the unit.
         must_stay: Other units come and go during its forward, so it cannot be in the ring.
-        blocks: The memory it needs; whoever changes `weights` makes them anew.
+        blocks: The memory that the unit needs; whoever changes `weights` makes them anew.
         expert_count: How many experts it consists of, if its module is told which ones are needed; 0 if it is not.
     """
 
@@ -159,7 +159,7 @@ def blocks_of(weights: Iterable[Weight], file_sizes: Sequence[int], *, apart: bo
     its item size, has a block of its own, which begins with it.
 
     Args:
-        weights: In any order.
+        weights: The weights, in any order.
         file_sizes: The length of each file.
         apart: Each weight has a block of its own: devices want every weight aligned, and copy it anyway.
     """

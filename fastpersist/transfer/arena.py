@@ -17,7 +17,7 @@ class Arena:
     """Host memory for captured bytes, shared by saves that follow each other.
 
     Args:
-        max_bytes: Its limit; None for the bytes of the state, but at most half of what is available at the first save.
+        max_bytes: The limit; None for the bytes of the state, but at most half of what is available at the first save.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:

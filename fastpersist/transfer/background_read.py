@@ -26,9 +26,9 @@ class BackgroundRead:
     Leaving by an exception stops the read, in about 50 ms. One owner thread.
 
     Args:
-        fd: See `read_extents`; nobody else may use it meanwhile.
-        path: For messages.
-        extents: What to read and where to: to host memory, as the streams of devices belong to the caller's thread.
+        fd: A descriptor of the file, as in `read_extents`; nobody else may use it meanwhile.
+        path: The path of the file, for messages.
+        extents: What to read, and where to: host memory only, as the streams of devices belong to the caller's thread.
         engine: Engine name or "auto".
     """
 

@@ -66,8 +66,8 @@ def follow_caller(ordinal: int, *, to_host: bool) -> None:
     """Let copies that start from now on come after the work that the calling thread's current stream has now.
 
     Args:
-        ordinal: Of the device.
-        to_host: Copies from the device; else copies to it.
+        ordinal: The ordinal of the device.
+        to_host: Whether the copies are from the device; else they are to it.
 
     Raises:
         UnsupportedError: That stream is being captured into a CUDA graph.

@@ -177,11 +177,11 @@ def transfer_options(
 
     Args:
         fd: The open file.
-        path: For messages.
+        path: The path of the file, for messages.
         engine: Engine name or "auto".
-        placed: What it moves. The ring of the engine "cufile" is memory of the device that most of it lies on.
-        for_reading: See `engine_ladder`.
-        one_writer: See `engine_ladder`.
+        placed: What is moved. The ring of the engine "cufile" is memory of the device that most of it lies on.
+        for_reading: The option of `engine_ladder`.
+        one_writer: The option of `engine_ladder`.
         sparing: Keep half the requests in flight, unless a depth was tuned or set.
 
     Raises:
@@ -235,7 +235,7 @@ def refuse_null_engine(used: str) -> None:
     """Refuse the engine that moves nothing, for files that must hold something: it is only for measurements.
 
     Raises:
-        ConfigError: It is the engine that was used.
+        ConfigError: This engine was used.
     """
     if used.removeprefix("fault:") == "null":
         raise ConfigError("the null engine moves nothing, so this file would hold nothing; choose another engine")

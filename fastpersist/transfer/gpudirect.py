@@ -159,7 +159,7 @@ def way(directory: str | os.PathLike[str]) -> str:
         One clause, such as "peer to peer" or "compatibility mode: through host memory".
 
     Raises:
-        UnsupportedError, DeviceError, StorageError: It does not work at all.
+        UnsupportedError, DeviceError, StorageError: The engine does not work at all.
 
     Thread safety: any thread; transfers of other threads at that moment are taken for its own.
     """
@@ -186,7 +186,7 @@ def probe_file(directory: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     """Give a new file, open, and its path, which it keeps meanwhile: libcufile looks for that.
 
     Raises:
-        StorageError: It cannot be made or removed.
+        StorageError: The file cannot be made or removed.
     """
     path = os.path.join(os.fspath(directory), f".fastpersist-probe-{secrets.token_hex(8)}")
     with storage_errors("creating", path):

@@ -35,9 +35,9 @@ class PageWriter:
     """Writes pages to an open file, many at once. Close it before the descriptor.
 
     Args:
-        fd: Open for reading and writing, and nobody else writes to the file; stays the caller's. Its O_DIRECT flag may
-            be changed.
-        path: For messages.
+        fd: A descriptor, open for reading and writing; nobody else writes to the file. The caller closes it. Its flag
+            O_DIRECT may be changed.
+        path: The path of the file, for messages.
         engine: Engine name or "auto".
 
     Raises:
@@ -59,11 +59,11 @@ class PageWriter:
         """Start to write a uint8 tensor of host memory, contiguous, which must not change until that is done.
 
         Args:
-            pages: Whole pages, which begin on one.
-            offset_bytes: Where they go, a multiple of a page.
+            pages: Whole pages; the tensor begins on a page.
+            offset_bytes: The offset in the file that they are written to, a multiple of a page.
 
         Raises:
-            ConfigError: They are no pages.
+            ConfigError: The tensor is no such pages, or the offset is no multiple.
         """
         size_bytes = pages.numel()
         if (size_bytes | offset_bytes | pages.data_ptr()) % BLOCK_BYTES:

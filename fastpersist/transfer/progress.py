@@ -55,9 +55,9 @@ def showing_progress(path: str, size_bytes: int, wanted: bool) -> Iterator[Poll 
     """Show a progress bar while the block runs. All that the block reads, in any number of reads, is counted.
 
     Args:
-        path: Of the file; its last part is shown.
+        path: The path of the file; its last part is shown.
         size_bytes: How many bytes are moved in all.
-        wanted: Without it nothing is shown.
+        wanted: Whether to show a bar at all.
 
     Yields:
         For a write: what is called with the bytes that are done so far; None if nothing is shown.

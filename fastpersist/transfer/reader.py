@@ -79,12 +79,12 @@ class Extents:
         """Read bytes of a storage on any device; return the index of the extent.
 
         Args:
-            offset_bytes: Where they lie in the file.
-            storage: Kept alive until this object is dropped.
-            with_crc: Compute their CRC.
+            offset_bytes: The offset of the bytes in the file.
+            storage: The storage to fill, kept alive until this object is dropped.
+            with_crc: Compute the CRC of these bytes.
             fresh: The storage was just allocated and not touched, so its pages may be prepared ahead.
-            from_bytes: First byte, in the storage.
-            size_bytes: How many; None for all from there.
+            from_bytes: The offset of the first byte in the storage.
+            size_bytes: The number of bytes; None for all from there.
         """
         if size_bytes is None:
             size_bytes = storage.nbytes() - from_bytes
@@ -125,9 +125,9 @@ class Extents:
         """Bring bytes of an extent, which another rank has read, to where they belong.
 
         Args:
-            index: Of the extent.
-            from_bytes: The first, counted from the extent's start.
-            data: A uint8 host tensor.
+            index: The index of the extent.
+            from_bytes: The offset of the first byte from the extent's start.
+            data: The bytes, as a uint8 host tensor.
         """
         extent = self._wanted[index]
         if extent.address is not None and extent.device is None:
@@ -227,11 +227,11 @@ def read_extents(fd: int, path: str, extents: Extents, *, engine: str = "auto", 
     """Read extents of a file to where they belong, whatever the alignment of file and memory.
 
     Args:
-        fd: Open for reading; stays the caller's. Its O_DIRECT flag may be changed: read small things through another.
-        path: For messages.
-        extents: What to read and where to.
+        fd: Open for reading; the caller closes it. O_DIRECT may be set or cleared on it: read small things by another.
+        path: The path of the file, for messages.
+        extents: What to read, and where to.
         engine: Engine name or "auto".
-        poll: See `Poll`. What `showing_progress` shows around this call is told as well.
+        poll: Called while data is read; see `Poll`. What `showing_progress` shows around this call is told as well.
 
     Raises:
         ConfigError, UnsupportedError: Unknown or unusable engine.

@@ -88,15 +88,15 @@ class TensorFile:
         path: The file.
         mode: "r" reads; "r+" reads and writes a file that is there; "w" makes or empties it, reads and writes; "x" does
             the same if nothing is there. A "b" changes nothing, nor does a "+" behind "w" or "x", as in "rb" and "wb+".
-        engine: As in `save`: "auto", or one that `engines()` lists, which never falls back.
+        engine: "auto" or a name that `engines()` lists, which never falls back; as in `save`.
         queue_depth: Requests to the kernel at once, 1 … 4096. By default what `fastpersist tune` found, or 64.
-        chunk_bytes: Of one request to the kernel at most, a power of two, 4 KiB … 1 GiB. By default what was tuned, or
+        chunk_bytes: The largest request to the kernel, a power of two, 4 KiB … 1 GiB. By default what was tuned, or
             8 MiB.
-        threads: Of the threads engines, 1 … 1024. By default what was tuned, or the depth of the queue, at most 16.
+        threads: Threads of the threads engines, 1 … 1024. By default what was tuned, or the queue depth, at most 16.
 
     Attributes:
-        path: As it was given, as a string.
-        mode: One of these four; "r" for "rb".
+        path: The path as it was given, as a string.
+        mode: One of the four modes; "r" for "rb".
 
     Raises:
         ConfigError: Arguments that make no sense.
@@ -236,8 +236,8 @@ class TensorFile:
         """Fill a tensor with the bytes at an offset; return how many.
 
         Args:
-            tensor: Contiguous; it gets the bytes of the file as they are.
-            offset_bytes: From the start of the file.
+            tensor: A contiguous tensor; it gets the bytes of the file as they are.
+            offset_bytes: The offset from the start of the file.
 
         Raises:
             ConfigError: No such tensor or offset, or the file is closed.
@@ -252,8 +252,8 @@ class TensorFile:
         """Write the bytes of a tensor at an offset; return how many. The file grows if it has to.
 
         Args:
-            tensor: Contiguous.
-            offset_bytes: From the start of the file; it may lie behind its end.
+            tensor: A contiguous tensor.
+            offset_bytes: The offset from the start of the file; it may lie behind its end.
 
         Raises:
             ConfigError: No such tensor or offset, or the file is closed, or open for reading only.

@@ -96,8 +96,8 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     address, such as numpy's, are counted nowhere.
 
     Args:
-        tensor: Contiguous, of any dtype, shape and device, also a parameter, an inference tensor, or a part of a larger
-            storage. Quantized ones lose their scales, which are no part of their memory.
+        tensor: A contiguous tensor of any dtype, shape and device; also a parameter, an inference tensor, or a part of
+            a larger storage. Quantized tensors lose their scales, which are no part of their memory.
 
     Returns:
         A plain uint8 tensor of shape [bytes], on the device of the tensor; empty when that has no elements.
@@ -208,7 +208,7 @@ def locked_tensor(shape: int | Sequence[int], dtype: torch.dtype = torch.float32
     CUDA stays as it is, and the tensor is not registered later either. A forked child has a copy that is not locked.
 
     Args:
-        shape: Its shape, or its number of elements.
+        shape: The shape of the tensor, or its number of elements.
         dtype: Any dtype but quantized ones.
 
     Returns:

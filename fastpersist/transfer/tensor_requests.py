@@ -52,7 +52,7 @@ class Parts(NamedTuple):
     """Some items, sorted by who moves their bytes.
 
     Attributes:
-        tensors: All of them.
+        tensors: All tensors, in order.
         in_host_memory: Parts that the native side moves directly.
         on_devices: Parts by the ordinal of their CUDA device, which the native side copies to and from.
         elsewhere: Items on other devices, which torch copies.
@@ -68,7 +68,7 @@ def checked_number(name: str, value: int | None, low: int, high: int) -> int | N
     """Return an option that may be left out.
 
     Raises:
-        ConfigError: It is no whole number from low to high.
+        ConfigError: The value is no whole number from low to high.
     """
     if value is None:
         return None
@@ -81,7 +81,7 @@ def checked_offset(value: int, what: str) -> int:
     """Return a number of bytes as an int.
 
     Raises:
-        ConfigError: It is no number of bytes; `what` names it.
+        ConfigError: The value is no number of bytes; `what` names it.
     """
     try:
         number = operator.index(value)
@@ -200,7 +200,7 @@ class PendingIO:
         """Return when it is done.
 
         Args:
-            timeout: Seconds.
+            timeout: The most seconds to wait; None waits without limit.
 
         Raises:
             TimeoutError: It is still under way; nothing is lost.

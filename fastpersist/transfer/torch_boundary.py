@@ -185,10 +185,10 @@ def plain_load(file: IO[bytes], storages: Mapping[str, torch.UntypedStorage], *,
     thousand tensors that are in the page cache.
 
     Args:
-        file: Whose pickle a scan has found to be plain (`builds_without_bytes`, `loads_plainly`), with a memo that is
+        file: A file whose pickle a scan has found plain (`builds_without_bytes`, `loads_plainly`), with a memo that is
             not longer than the pickle: Python's unpickler allocates that as a whole.
-        storages: All that the pickle names, by key.
-        pickle_sha256: Of the pickle that was scanned.
+        storages: All storages that the pickle names, by key.
+        pickle_sha256: The SHA-256 of the pickle that was scanned.
 
     Raises:
         pickle.UnpicklingError: The file has another pickle now, or it names something else.

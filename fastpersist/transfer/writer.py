@@ -54,10 +54,10 @@ class Pieces:
         """Add bytes of a storage on any device.
 
         Args:
-            storage: Kept alive until this object is dropped.
-            crc_slot: Where the CRC of these bytes goes; None for no CRC.
-            offset_bytes: First byte, in the storage.
-            size_bytes: How many; None for all from there.
+            storage: The storage with the bytes, kept alive until this object is dropped.
+            crc_slot: The slot for the CRC of these bytes; None for no CRC.
+            offset_bytes: The offset of the first byte in the storage.
+            size_bytes: The number of bytes; None for all from there.
         """
         if size_bytes is None:
             size_bytes = storage.nbytes() - offset_bytes
@@ -88,8 +88,8 @@ class Pieces:
         """Add records of a torch zip in a row, each with header and descriptor.
 
         Args:
-            records: Where they lie.
-            storages: Of each source of the file storage, offset and length.
+            records: The records, which say where they lie.
+            storages: For each source of the file: its storage, its offset there, and its length.
             first_source: The first record's data are this source, and its CRC goes into this slot.
             snapshot: Holds the data. Without it they are read from their storages, in host memory, which are kept alive
                 until this object is dropped.
@@ -107,10 +107,10 @@ class Writer:
     """Writes pieces to an open file. One owner thread; a context manager that gives everything back.
 
     Args:
-        fd: Open for reading and writing; stays the caller's.
-        path: For messages.
+        fd: A descriptor, open for reading and writing; the caller closes it.
+        path: The path of the file, for messages.
         engine: Engine name or "auto".
-        poll: See `Poll`.
+        poll: Called while data is written; see `Poll`.
         sparing: Keep half the requests in flight, unless a depth was tuned or set: enough for the disk, less memory,
             and less load during training.
         shared: Others write to the file meanwhile, such as other ranks.

@@ -359,7 +359,7 @@ class StepParts:
 
         Raises:
             PeerError: Another rank could not read what it sees.
-            StorageError, ChecksumError: This one could not.
+            StorageError, ChecksumError: This rank could not read its file.
         """
         self._tell_of_lost([name])
         count = self.reader.count
@@ -383,7 +383,7 @@ class StepParts:
 
         Args:
             names: The names of the files, the same on all ranks.
-            wanted: This rank reads them.
+            wanted: Whether this rank reads them.
 
         Returns:
             One for each name, opened as they are taken; None where no rank sees the file. Nothing if this rank wants
