@@ -41,7 +41,7 @@ class Device:
     """The device whose memory is saved; "cpu" rehearses all of it without one.
 
     Args:
-        name: As torch takes it: "cuda", "cuda:1", "cpu".
+        name: The name of the device, as torch takes it: "cuda", "cuda:1", "cpu".
 
     Raises:
         RuntimeError: torch cannot use it.
@@ -140,8 +140,8 @@ class Row:
     Attributes:
         name: Unique in its part.
         kind: "yardstick", "ours" or "peer".
-        run: Does it once; returns the seconds, or None to let the caller's clock say.
-        size_bytes: What one run moves.
+        run: Runs the row once; returns the seconds, or None to let the caller's clock measure.
+        size_bytes: The bytes that one run moves.
         prepare: Called before each run, outside its time.
         check: Called after the first run: raises if what was written or read is not what was to be. None: the run
             moves nothing that could be checked.
@@ -164,7 +164,7 @@ class Found:
     """The findings of a part; `keep` writes them to the file.
 
     Attributes:
-        rows: By name: kind, size_bytes, seconds (one each round), first_s (of the run before the rounds), integrity
+        rows: By row name: kind, size_bytes, seconds (one each round), first_s (of the run before the rounds), integrity
             ("equal", "not checked" or what is wrong), note (why it was given up).
         values: Whatever else there is to say, by name.
         notes: What a reader has to know.
@@ -205,8 +205,8 @@ def take_turns(found: Found, device: Device, rows: Sequence[Row], rounds: int, d
     Args:
         found: Gets the rows.
         device: Is idle before each run.
-        rows: In the order of the first run; every other round goes backwards.
-        rounds: At most.
+        rows: The rows, in the order of the first run; every other round goes backwards.
+        rounds: The most rounds.
         deadline_s: No round begins after this time.monotonic().
     """
     for row in rows:

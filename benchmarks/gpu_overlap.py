@@ -41,11 +41,11 @@ def measure_overlap(
     """Train with each way in turn, in blocks of up to three steps, each of which saves.
 
     Args:
-        found: Gets values["overlap"]: settings, and by way the samples.
-        device: What trains.
-        directory: Empty, on the disk.
-        parameter_count: Of the model.
-        rounds: Blocks of each way, at most.
+        found: Gets values["overlap"]: settings, and the samples of each way.
+        device: The device that trains.
+        directory: An empty directory on the disk.
+        parameter_count: The number of parameters of the model.
+        rounds: The most blocks of each way.
         deadline_s: No round begins after this time.monotonic().
     """
     training = SyntheticTraining(

@@ -45,9 +45,9 @@ def part_budget_s(part: str, left_s: float, parts_to_come: Sequence[str]) -> flo
     """Return in which time a part may begin rounds: its share of what is left, less its start. None: too little is.
 
     Args:
-        part: Whose.
-        left_s: For it and all after it.
-        parts_to_come: It and all after it.
+        part: The name of the part.
+        left_s: The seconds left for this part and all after it.
+        parts_to_come: The names of this part and all after it.
     """
     if left_s < _LEAST_S:
         return None
@@ -59,9 +59,9 @@ def part_limit_s(budget_s: float, left_s: float, parts_after: int) -> float:
     """Return after how long a part is killed: a round that is under way may end, but those to come get their turn.
 
     Args:
-        budget_s: From `part_budget_s`.
-        left_s: For the part and all after it.
-        parts_after: How many those are; the last may end a little late.
+        budget_s: The seconds that `part_budget_s` returned.
+        left_s: The seconds left for this part and all after it.
+        parts_after: The number of parts after this one; the last part may end a little late.
     """
     kept_s = min(parts_after * _KEPT_S, left_s * 0.45) if parts_after else -_START_S
     return min(budget_s * 1.4 + 3 * _START_S, left_s - kept_s)
@@ -71,9 +71,9 @@ def state_mib(write_bytes_per_s: float, budget_s: float, disk_bytes: int, host_b
     """Return the size of the state that is saved and loaded: about a second of writing, with the usual time for all.
 
     Args:
-        write_bytes_per_s: What the disk takes.
-        budget_s: Time for all parts.
-        disk_bytes: Room on the disk.
+        write_bytes_per_s: The write rate of the disk.
+        budget_s: The seconds for all parts.
+        disk_bytes: Free space on the disk.
         host_bytes: Memory that could still be taken.
     """
     wanted_bytes = write_bytes_per_s * budget_s / 300
@@ -101,9 +101,9 @@ def overlap_parameters(
     """Return how many parameters the training has, and, if they are fewer than the target's 10⁹, why.
 
     Args:
-        write_bytes_per_s: What the disk takes.
-        budget_s: Time for the part, its start not counted.
-        disk_bytes: Room on the disk: two checkpoints of each of two ways, and one to spare.
+        write_bytes_per_s: The write rate of the disk.
+        budget_s: The seconds for this part, its start not counted.
+        disk_bytes: Free space on the disk: two checkpoints of each of two ways, and one to spare.
         device_bytes: Memory of the device: state, gradients, a copy and what was loaded, to compare.
         host_bytes: Memory that could still be taken: pinned by each of two ways, and page cache.
     """
@@ -125,9 +125,9 @@ def overlap_blocks(step_seconds: Sequence[float], left_s: float, rounds_max: int
     """Return how many rounds there are, and how many steps of each way a round has: the most that time allows.
 
     Args:
-        step_seconds: What a step of each way takes.
-        left_s: For the rounds.
-        rounds_max: Not more.
+        step_seconds: The seconds that a step of each way takes.
+        left_s: The seconds left for the rounds.
+        rounds_max: The most rounds.
     """
     allowed = [block for block in _BLOCKS if block[0] <= max(rounds_max, 1)]
     fitting = (block for block in allowed if block[0] * block[1] * sum(step_seconds) <= left_s)

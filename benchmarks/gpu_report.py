@@ -250,8 +250,8 @@ def _rates(rows: dict[str, dict[str, Any]], *, are_alike: bool) -> str:
     """Return the table of a part whose rows have seconds; ratios are to the yardsticks that are there.
 
     Args:
-        rows: By name.
-        are_alike: All save, or all load: they can be compared with the first of ours.
+        rows: The rows by name.
+        are_alike: The rows all save, or all load: they can be compared with the first of ours.
     """
     yardsticks = {
         "of disk": _best_rate(rows, "disk"),
@@ -370,8 +370,8 @@ def _tests(work: str, stages: Sequence[str]) -> dict[str, Any]:
     """Read pytest's own reports; of a file whose run was killed there is none, and its log tells what it came to.
 
     Args:
-        work: What gpu.sh has gathered.
-        stages: Names of those that were run; tests are those that begin with "test_".
+        work: The directory of what gpu.sh has gathered.
+        stages: Names of the stages that were run; tests are those that begin with "test_".
     """
     tests: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "skips": {}}
     directory = os.path.join(work, "tests")

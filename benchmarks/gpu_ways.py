@@ -35,9 +35,9 @@ class DcpSaver:
     """dcp.async_save of one state with its best settings: `DcpStagedWay`, which here removes nothing.
 
     Args:
-        device: On a CPU nothing can be pinned, and the stager copies as it can.
+        device: The device of the state. For a CPU nothing can be pinned, and the stager copies as it can.
         state: What is saved.
-        root: Gets a directory for each save.
+        root: The directory that gets a directory for each save.
     """
 
     def __init__(self, device: Device, state: State, root: str) -> None:
@@ -93,9 +93,9 @@ def save_rows(device: Device, state: State, directory: str, *, only_files_of_tor
     """Return the rows that save a state, ours first, so that its first run shows what pinning costs.
 
     Args:
-        device: Where the state is.
+        device: The device of the state.
         state: What is saved.
-        directory: Empty; one file at a time is in it.
+        directory: An empty directory; one file at a time is in it.
         only_files_of_torch: Leave out safetensors and DCP.
     """
     path = os.path.join(directory, "state.pt")
@@ -190,8 +190,8 @@ def written_files(state: State, directory: str, note: Callable[[str], object]) -
     """Write the files that are loaded; return their paths by suffix, and note what was written in another way, or not.
 
     Args:
-        state: What they hold.
-        directory: Empty.
+        state: The state that they hold.
+        directory: An empty directory.
         note: Called with what a reader has to know.
     """
     paths = {".pt": os.path.join(directory, "state.pt")}
@@ -216,9 +216,9 @@ def load_rows(device: Device, state: State, paths: dict[str, str], cold: PageCac
     """Return the rows that load cold files to the device.
 
     Args:
-        device: Where to.
-        state: What the files hold.
-        paths: From `written_files`.
+        device: The device to load to.
+        state: The state that the files hold.
+        paths: The paths that `written_files` returned.
         cold: Prepares the files.
     """
     path = paths[".pt"]
@@ -292,11 +292,11 @@ def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold
     Without checksums bytes go from the device to the disk; with them through host memory, where a CPU sees them.
 
     Args:
-        device: Where the state is.
-        state: What is saved and loaded.
+        device: The device of the state.
+        state: The state that is saved and loaded.
         directory: Gets one file at a time.
         path: A file with the state, elsewhere.
-        cold: Prepares it.
+        cold: Prepares this file.
     """
     saved_path = os.path.join(directory, "saved.pt")
 

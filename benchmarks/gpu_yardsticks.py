@@ -66,9 +66,9 @@ def copy_row(device: Device, direction: str, size_bytes: int) -> Row:
     """Return the row of torch's own copies between device and pinned memory, the limit that PCIe sets.
 
     Args:
-        device: With the CPU, the copy goes from memory to memory, and only shows that the script works.
+        device: The device. If it is the CPU, the copy goes from memory to memory, and only shows that the script works.
         direction: "D2H" or "H2D".
-        size_bytes: What one run moves, in copies of 1 GiB at most.
+        size_bytes: The bytes that one run moves, in copies of 1 GiB at most.
     """
     buffers: list[torch.Tensor] = []
 

@@ -115,13 +115,13 @@ def save_state(
     parameters between two steps, everything is copied before this returns.
 
     Args:
-        accelerator: With everything prepared.
+        accelerator: The Accelerator, with everything prepared.
         output_dir: The target; missing parents are made. Not used with automatic checkpoint naming.
         safe_serialization: Save models as safetensors, else as torch files.
         on_error: What to do about a background save that failed. "raise": the next save_state, load_state or `wait`
             raises the error. "warn": that call issues a RuntimeWarning instead. The error is logged at once.
         engine: "auto", or an engine's name, which then never falls back.
-        **save_model_func_kwargs: For accelerator.save_state.
+        **save_model_func_kwargs: Options that are passed on to accelerator.save_state.
 
     Returns:
         The save: done(), result(), captured(). Without FSDP, None on all processes but the main one; their part is
@@ -160,10 +160,10 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
     """Load the state that accelerator.load_state loads, after the save under way is done.
 
     Args:
-        accelerator: With everything prepared.
+        accelerator: The Accelerator, with everything prepared.
         input_dir: The checkpoint. None with automatic checkpoint naming: the newest whole one. It is read and checked
             completely before anything is loaded; damaged ones are skipped with a warning.
-        **load_kwargs: For accelerator.load_state.
+        **load_kwargs: Options that are passed on to accelerator.load_state.
 
     Returns:
         The loaded directory. Accelerate does not continue its numbering from there: with automatic checkpoint naming,

@@ -53,8 +53,8 @@ class FastPersistCheckpointManager(CheckpointManager):  # type: ignore[misc]
     bytes that are not written by then. A directory step-N appears when it is whole and durable on all ranks.
 
     Args:
-        config: As in TorchTitan's, and `engine`.
-        options: As TorchTitan gives them.
+        config: The configuration of TorchTitan's manager, with `engine` added.
+        options: The other options that TorchTitan passes.
 
     Raises:
         ConfigError: Unknown engine.
@@ -125,10 +125,10 @@ class FastPersistCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """Load a checkpoint into a state; called by TorchTitan's policy.
 
         Args:
-            state_dict: As in `dcp_save`; filled in place.
+            state_dict: The state, as in `dcp_save`; it is filled in place.
             checkpoint_id: The directory.
-            from_hf: It has HuggingFace's format, so TorchTitan's own code loads it.
-            from_quantized: As in TorchTitan.
+            from_hf: The checkpoint has HuggingFace's format, so TorchTitan's own code loads it.
+            from_quantized: The option of TorchTitan.
         """
         if from_hf or filesystem.is_remote(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)

@@ -31,9 +31,9 @@ def make_graph(scale: int, edges_per_node: int, seed: int = 0) -> tuple[torch.Te
     permutation keeps a row's id from telling how often it is asked for.
 
     Args:
-        scale: Of 1 to 30.
-        edges_per_node: Edges drawn, over the nodes.
-        seed: The graph follows from it.
+        scale: The binary logarithm of the number of nodes, 1 to 30.
+        edges_per_node: The number of edges drawn, divided by the number of nodes.
+        seed: The seed; it determines the graph.
 
     Returns:
         `indptr`, int64, and `indices`, int32, ascending within a node. Memory while it works: 14 bytes for each edge.

@@ -50,7 +50,7 @@ class Command:
     """One run of an example: its options and results.
 
     Attributes:
-        size_bytes: Of the tensor, and of the file.
+        size_bytes: The size of the tensor, and of the file.
     """
 
     def __init__(self, text: str | None, loading: bool, stack: contextlib.ExitStack) -> None:

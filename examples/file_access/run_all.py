@@ -39,8 +39,8 @@ class Row:
     """The results of one example.
 
     Args:
-        name: Name of its file, without the suffix.
-        words: Its command line.
+        name: The name of the example's file, without the suffix.
+        words: The command line of the example.
     """
 
     def __init__(self, name: str, words: list[str]) -> None:

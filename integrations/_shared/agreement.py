@@ -20,7 +20,7 @@ class PeerFailure(NamedTuple):
     Attributes:
         rank: The rank that failed.
         text: Class and message of its exception.
-        is_of_the_disk: That rank's own verdict on its exception.
+        is_of_the_disk: Whether it is a storage error, as the rank that failed has decided.
     """
 
     rank: int

@@ -16,7 +16,7 @@ class SaveFigures:
     """Saves that have begun, and whose costs are not yet logged. Only the training thread uses it.
 
     Args:
-        prefix: Of the names.
+        prefix: The prefix of the figures' names.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -74,7 +74,7 @@ def shards_into(
         files: The target, not yet published; with several ranks, each rank's result of `directory_save_together`.
         directory: The coordinator's `files.path`.
         optimizer: The optimizer whose tensors are written in place, as in `DirectorySave.save`.
-        gate: As in `DirectorySave.save`.
+        gate: "optimizer" or "manual", as in `DirectorySave.save`.
         plans: Plans of earlier saves; this save adds its own. Empty at first; only for saves that do not overlap.
 
     Raises:

@@ -162,12 +162,12 @@ class aio_handle:
         """Fill a tensor from a file: now, and return 1, or asynchronously, and return 0.
 
         Args:
-            buffer: Contiguous tensor.
-            filename: Path.
+            buffer: A contiguous tensor.
+            filename: The path of the file.
             validate: Read again, and compare; for asynchronous operations, during `wait`.
-            is_async: Also accepted as **{"async": …}.
-            file_offset: From the start of the file, in bytes.
-            keywords: Only "async".
+            is_async: Read asynchronously; also accepted as **{"async": …}.
+            file_offset: The offset from the start of the file, in bytes.
+            keywords: Only "async" is accepted.
         """
         run = self._start if _asked_async(is_async, keywords) else self._run
         return run(False, buffer, _path_of(filename), file_offset, validate=validate)

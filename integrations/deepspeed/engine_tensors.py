@@ -53,8 +53,8 @@ class EngineTensors:
         deepspeed_engine: The engine of deepspeed.initialize.
 
     Attributes:
-        owner: Owner of all of them, for `optimizer=`.
-        replicas_owner: Owner of those that are the same on all data-parallel ranks.
+        owner: The owner of all these tensors, for `optimizer=`.
+        replicas_owner: The owner of the tensors that are the same on all data-parallel ranks.
         why_volatile: Why no tensor is owned; "" if some are.
     """
 

@@ -90,7 +90,7 @@ def attach(
     that ends train() propagates after the save under way has finished.
 
     Args:
-        trainer: On one process, or on several with DDP, DataParallel or FSDP; one machine, or a shared output_dir.
+        trainer: A Trainer: one process, or several with DDP, DataParallel or FSDP; one machine, or a shared output_dir.
         on_save: "published": callbacks hear of a save at the end of the first step after its publication, with a copy
             of the state as it was saved. "sync": every save is published before the Trainer goes on.
         on_error: What to do about a storage error. "raise": train() raises it at the end of a step, or the next call

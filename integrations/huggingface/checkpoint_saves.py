@@ -118,7 +118,7 @@ class CheckpointSaves:
     Args:
         on_error: "raise" or "warn": what to do about a failed save.
         engine: "auto", or an engine's name, which then never falls back.
-        writers: With several ranks, those that write replicated state: "auto", "all", "node" or a number.
+        writers: The ranks that write replicated state, if there are several ranks: "auto", "all", "node" or a number.
         constant: Modules and tensors that never change, as in `DirectorySave.save`.
 
     Raises:

@@ -39,10 +39,10 @@ def sharded_saves(
     """Redirect the shards of a Trainer with FSDP into `files`, in the block.
 
     Args:
-        files: With several ranks, the result of `directory_save_together`.
+        files: The directory to save to; with several ranks, the result of `directory_save_together`.
         path: The coordinator's directory.
         optimizer: The optimizer whose tensors are written in place.
-        plans: Plans of earlier saves; kept for the next one.
+        plans: Plans of earlier saves, kept for the next save.
     """
     from .._shared.sharded_redirection import shards_into
 

@@ -51,8 +51,8 @@ class _Checkpoint:
     """The files of a model, by their headers.
 
     Attributes:
-        directory: As it was given.
-        source: What `fastpersist.stream` reads.
+        directory: The path as it was given.
+        source: The path that `fastpersist.stream` reads.
         tensors: The tensors by name; None if a file is damaged or missing, which the stream reports.
     """
 
@@ -88,17 +88,17 @@ def from_pretrained(
         directory: A local directory with config.json and model.safetensors, or its shards and their index.
         device_map: The one device that computes: "cpu", "cuda:0", 0, {"": "cuda:0"}; "auto" is the current CUDA device
             if there is one.
-        max_memory: As in transformers: device → bytes, as an integer or text such as "20GiB". The entry of that device
+        max_memory: Bytes by device, as in transformers: an integer, or text such as "20GiB". The entry of that device
             is the budget.
         dtype: "auto" is the dtype of config.json, else the one of the first floating-point tensor. Another one converts
             each weight when it is read. As in transformers, some modules keep float32.
-        attn_implementation: As in transformers.
+        attn_implementation: The option of transformers.
         budget_bytes: Memory for weights, as in `fastpersist.stream`; in place of `max_memory`. None: "auto".
         auto_class: AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel, …, or a model class.
         trust_remote_code: Run code from the directory that defines the model.
-        verify: As in `fastpersist.stream`.
-        engine: As in `fastpersist.stream`.
-        **config_overrides: Change the configuration, as in transformers.
+        verify: The option of `fastpersist.stream`.
+        engine: The option of `fastpersist.stream`.
+        **config_overrides: Changes of the configuration, as in transformers.
 
     Returns:
         The model.

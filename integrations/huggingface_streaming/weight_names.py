@@ -55,7 +55,7 @@ def weight_names(model: PreTrainedModel, found: Mapping[str, TensorEntry | None]
     """Return for each tensor of a model the tensors of a checkpoint that make it.
 
     Args:
-        model: Of the class and configuration that the checkpoint is for, on any device, its weights not tied: a tied
+        model: A model of the class and configuration of the checkpoint, on any device; its weights are not tied: a tied
             weight is looked for under all of its names.
         found: The tensors of the checkpoint by name; None where nothing but the name is known.
 

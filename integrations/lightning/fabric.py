@@ -27,7 +27,7 @@ def attach(fabric: Any, io: FastPersistCheckpointIO | None = None) -> FastPersis
     MANIFEST.json; each becomes visible when all ranks have written their parts.
 
     Args:
-        fabric: With FSDPStrategy(state_dict_type="sharded") or ModelParallelStrategy.
+        fabric: A Fabric with FSDPStrategy(state_dict_type="sharded") or ModelParallelStrategy.
         io: The plugin, with its options. Set its `optimizer` after `fabric.setup`; else, and always with FSDPStrategy,
             a save copies everything before it returns. None: a new plugin.
 

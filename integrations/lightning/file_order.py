@@ -42,7 +42,7 @@ def local_path(path: object, *, expands: bool = True) -> str | None:
     """Return the local path; None for a remote one, or for no path.
 
     Args:
-        path: As it was given to Lightning.
+        path: The path as it was given to Lightning.
         expands: Expand a leading `~`, as Lightning does for files, and does not for the directories of shards.
     """
     if not isinstance(path, str | os.PathLike):

@@ -236,13 +236,13 @@ class FastPersistCheckpointIO(CheckpointIO):
 
         Args:
             path: A file. Remote paths go to Lightning's own plugin.
-            map_location: As in torch.load; None: to host memory.
-            weights_only: As in Lightning; None: torch's default.
+            map_location: Where tensors go, as in torch.load; None: to host memory.
+            weights_only: The option of Lightning; None: torch's default.
 
         Raises:
             FileNotFoundError: There is no such file.
             StorageError: With on_error="raise", its save failed; or the file cannot be read.
-            FormatError: It is damaged.
+            FormatError: The file is damaged.
         """
         local = local_path(path)
         if local is None:

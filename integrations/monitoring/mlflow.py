@@ -19,9 +19,9 @@ def attach(run_id: str, *, client: MlflowClient | None = None, prefix: str = "ch
     """Log checkpoint/stall_s, checkpoint/write_s, checkpoint/bytes_per_s … under the steps that were saved.
 
     Args:
-        run_id: Of the run: `mlflow.active_run().info.run_id`.
-        client: For the server or the directory; None for the tracking URI that is set.
-        prefix: Of the names.
+        run_id: The id of the run: `mlflow.active_run().info.run_id`.
+        client: A client for the server or the directory; None for the tracking URI that is set.
+        prefix: The prefix of the metrics' names.
 
     Returns:
         A function that ends this.

@@ -24,7 +24,7 @@ def attach(provider: TracerProvider | None = None) -> Callable[[], None]:
     status ERROR. The spans belong to no trace of the training thread: a save outlives the code that began it.
 
     Args:
-        provider: Of your SDK; None for the global one.
+        provider: The provider of your SDK; None for the global one.
 
     Returns:
         A function that ends this; saves under way get no span then.

@@ -70,8 +70,8 @@ def write_to(path: str | os.PathLike[str], *, root: str = "") -> Callable[[], No
     """Keep a text file with these metrics, for the textfile collector of the node exporter; nothing listens.
 
     Args:
-        path: In the collector's directory, with the suffix `.prom`; it is replaced as a whole after each save and load.
-        root: As in `attach`.
+        path: A `.prom` file in the collector's directory; it is replaced as a whole after each save and load.
+        root: The value of the label `root`, as in `attach`.
 
     Returns:
         A function that ends this; the file stays.

@@ -19,8 +19,8 @@ def attach(writer: SummaryWriter, *, prefix: str = "checkpoint/") -> Callable[[]
     """Write checkpoint/stall_s, checkpoint/write_s, checkpoint/bytes_per_s … under the steps that were saved.
 
     Args:
-        writer: Yours; it is neither flushed nor closed. Or any object with its add_scalar.
-        prefix: Of the names.
+        writer: Your writer; it is neither flushed nor closed. Or any object with its add_scalar.
+        prefix: The prefix of the tags.
 
     Returns:
         A function that ends this; call it before you close the writer.

@@ -22,8 +22,8 @@ def attach(run: Run, *, prefix: str = "checkpoint/") -> Callable[[], None]:
     between two of your rows, the row has the later one.
 
     Args:
-        run: As `wandb.init` returns it, online or offline; it is not finished here.
-        prefix: Of the names.
+        run: The run that `wandb.init` returned, online or offline; it is not finished here.
+        prefix: The prefix of the metrics' names.
 
     Returns:
         A function that ends this; call it before you finish the run.

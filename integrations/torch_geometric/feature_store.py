@@ -66,7 +66,7 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
     An index is None for all rows, a slice, one number, a mask, or ids; of ids on disk, none is negative.
 
     Args:
-        device: Where rows from disk are to be, as in `RowStore.gather`; they are copied there beside the caller. The
+        device: The device for rows from disk, as in `RowStore.gather`; they are copied there beside the caller. The
             other attributes stay where they are.
 
     Thread safety: any thread may get rows; `add`, `put_tensor`, `remove_tensor` and `close` belong to one at a time. A
@@ -95,8 +95,8 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
         Args:
             rows: An open store, which stays the caller's; or what `fastpersist.RowStore` opens, closed by `close`.
             group_name: The type of the nodes; None in a graph with one type.
-            attr_name: What the attribute is called in batches.
-            **options: For `fastpersist.RowStore`: `cache_bytes`, `tensor` …
+            attr_name: The name of the attribute in batches.
+            **options: Options for `fastpersist.RowStore`: `cache_bytes`, `tensor` …
 
         Returns:
             The store, for its `keep` and `stats`.

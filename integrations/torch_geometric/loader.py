@@ -33,12 +33,12 @@ class AheadNodeLoader(NodeLoader):  # type: ignore[misc] # torch_geometric has n
 
     Args:
         data: A pair of a RowFeatureStore and a GraphStore; or a Data or HeteroData without the attributes on disk.
-        node_sampler: As of NodeLoader.
-        features: With Data or HeteroData: the attributes to add to each batch, before `transform`.
+        node_sampler: The option of NodeLoader.
+        features: For Data or HeteroData: the attributes to add to each batch, before `transform`.
         window: How many batches to know ahead, 1 or more. The more, the better the cache knows which rows come back.
-        transform: As of NodeLoader.
-        transform_sampler_output: As of NodeLoader; called where batches are sampled.
-        **options: Of NodeLoader and DataLoader: `input_nodes`, `batch_size`, `shuffle`, `num_workers` …
+        transform: The option of NodeLoader.
+        transform_sampler_output: The option of NodeLoader; called where batches are sampled.
+        **options: Options of NodeLoader and DataLoader: `input_nodes`, `batch_size`, `shuffle`, `num_workers` …
 
     Raises:
         ConfigError: A window that is no whole number above 0; no RowFeatureStore, or two; `filter_per_worker=True`.

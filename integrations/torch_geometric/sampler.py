@@ -47,7 +47,7 @@ class TorchNeighborSampler(BaseSampler):  # type: ignore[misc] # torch_geometric
 
     Args:
         graph: A Data, a HeteroData, or another GraphStore. Edges that are not in the layout "csc" are sorted once.
-        num_neighbors: How many for each node, in each hop; or that for each type of edges. None is negative.
+        num_neighbors: Neighbours to draw for each node, in each hop; or that for each type of edges. None is negative.
 
     Raises:
         ConfigError: Numbers that are none, or not of the same hops; types of edges that the graph lacks.

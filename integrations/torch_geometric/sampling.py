@@ -21,9 +21,9 @@ class SampledNeighbors:
     Attributes:
         node: Ids of all nodes, each once: the seeds, then the nodes of each hop, in the order in which they were found.
         row: The neighbour of each edge, as a place in `node`.
-        col: The node it was sampled for, as a place in `node`; ascending.
+        col: The node that the neighbour was sampled for, as a place in `node`; ascending.
         edge: The place of each edge in `indices`.
-        num_sampled_nodes: How many nodes were new, of the seeds and in each hop.
+        num_sampled_nodes: How many nodes were new: the seeds, then those of each hop.
         num_sampled_edges: How many edges were sampled in each hop.
     """
 
@@ -49,10 +49,10 @@ def sample_neighbors(
 
     Args:
         indptr: int64, node count + 1: the neighbours of node n are `indices[indptr[n] : indptr[n + 1]]`.
-        indices: int32 or int64, ids of nodes.
-        seeds: int64, unique ids of nodes.
+        indices: The ids of the neighbours; int32 or int64.
+        seeds: Unique ids of nodes, int64.
         fan_outs: Neighbours for each node, one number ≥ 0 for each hop.
-        generator: On the CPU; None for torch's default.
+        generator: A generator on the CPU; None for torch's default.
 
     Returns:
         Nodes and edges, all int64. Memory beside them: 4 bytes for each node of the graph.

@@ -58,7 +58,7 @@ class Holding(Filesystem):
     """While it is held, a sync waits, or what makes a step visible.
 
     Args:
-        publishing: The latter.
+        publishing: What waits is the call that makes a step visible, in place of a sync.
         stopping: All threads of the process wait, until another one continues it.
     """
 

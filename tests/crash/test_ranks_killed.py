@@ -52,8 +52,8 @@ class Outcome:
 
     Attributes:
         durable: The state that was saved before.
-        error: Of the save; None if it succeeded.
-        seconds: How long it took, from save() until its end was known and everything closed.
+        error: The error of the save; None if it succeeded.
+        seconds: The seconds from save() until its end was known and everything closed.
         counts: The calls of this rank in that save.
     """
 
@@ -295,10 +295,10 @@ class Loss:
     """How one rank learned that another one is gone.
 
     Attributes:
-        phase: What it was doing: "loading" or "saving".
-        error: What it was told.
+        phase: What the rank was doing: "loading" or "saving".
+        error: The error that the rank got.
         durable: The newest step that this rank knows to be saved, 0 if none.
-        told_s: When, by the clock that all processes share.
+        told_s: When it got the error, by the clock that all processes share.
         closed_s: When it had closed everything.
     """
 

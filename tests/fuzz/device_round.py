@@ -38,8 +38,8 @@ class Round:
     """A round: what it needs is set up, then it is played.
 
     Args:
-        seed: Of everything that is drawn.
-        directory: Where its files go; empty.
+        seed: The seed of everything that is drawn.
+        directory: An empty directory for its files.
     """
 
     def __init__(self, seed: int, directory: Path) -> None:

@@ -111,7 +111,7 @@ def main(
     Args:
         make_input: Makes an input from a source of chance, and from nothing else.
         try_input: Returns if the input was handled, well or with one of the errors that are documented for it.
-        memory_bytes_max: From the length of an input to the memory that trying it may take; None: nothing limits it.
+        memory_bytes_max: Takes the length of an input; returns the memory that trying it may take. None: no limit.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to run (default: 5)")

@@ -58,14 +58,14 @@ class Training:
     """Everything that belongs to one training.
 
     Args:
-        root: Its project directory.
+        root: The project directory.
         automatic: Whether checkpoints are named automatically.
-        total_limit: Of those.
+        total_limit: The most checkpoints that are kept, if they are named automatically.
         accumulation: Batches per step.
-        pair_count: How many models with an optimizer each.
+        pair_count: The number of models, each with an optimizer.
         scaler: Scale the gradients, as fp16 does.
-        stateful_loader: A data loader that has a state.
-        width: Of the models.
+        stateful_loader: Use a data loader that has a state.
+        width: The width of the models.
     """
 
     def __init__(

@@ -31,10 +31,10 @@ def check_interrupted(
     """Send a signal to `fastpersist bench` as soon as it is at work; check its exit code, and that it leaves nothing.
 
     Args:
-        directory: DIR, empty.
-        words: Of the command line, behind `bench.command`.
-        when: Pattern of names below DIR that show that it is at work.
-        child_count: Processes that it has started by then.
+        directory: The argument DIR, an empty directory.
+        words: The words of the command line behind `bench.command`.
+        when: A pattern of names below DIR that show that the command is at work.
+        child_count: Processes that the command has started by then.
         number: The signal.
     """
     program = "import sys; from fastpersist.cli import main; sys.exit(main())"

@@ -196,8 +196,8 @@ class StandInEngine:
     """An engine that trains a small model of 64 by `width` weights with real steps.
 
     Args:
-        stage: Of ZeRO.
-        width: Of the model; from 4096 on, its weights are so large that several ranks share the writing.
+        stage: The stage of ZeRO.
+        width: The width of the model; from 4096 on, its weights are so large that several ranks share the writing.
         kind: The optimizer, if not what belongs to the stage.
     """
 

@@ -58,8 +58,8 @@ def cuda_tensor(
     Args:
         data: The bytes, or a tensor on the CPU whose bytes to take.
         device: The ordinal of the device.
-        dtype: Of the elements.
-        shifted_bytes: Where in its memory it begins.
+        dtype: The dtype of the elements.
+        shifted_bytes: The offset in its memory at which the tensor begins.
     """
     if isinstance(data, torch.Tensor):
         data = data.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

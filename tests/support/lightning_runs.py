@@ -154,9 +154,9 @@ def trainer_of(*callbacks: Callback, ours: bool = True, **options: Any) -> light
     """Make a Trainer that writes nothing but checkpoints.
 
     Args:
-        callbacks: Such as ModelCheckpoint.
-        ours: With our plugin and callback.
-        options: Of Trainer; `io` is the plugin to use.
+        callbacks: Callbacks such as ModelCheckpoint.
+        ours: Use our plugin and callback.
+        options: Options of Trainer; `io` is the plugin to use.
     """
     plugin = options.pop("io", None) or FastPersistCheckpointIO()
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -168,9 +168,9 @@ class Judge:
     """Says whether a rebuilt directory is what the promise allows. Loads each different directory once.
 
     Args:
-        scratch: Where directories are rebuilt.
-        path: The file that was saved, as it is named in the log.
-        size_bytes: Of the states.
+        scratch: The directory in which directories are rebuilt.
+        path: The file that was saved, as the log names it.
+        size_bytes: The size of the states.
         first: The step that was there before the log; None: nothing was.
     """
 

@@ -107,8 +107,8 @@ class Disk:
     """Operations done again, each as its fate wants it.
 
     Args:
-        before: What was on it, all of it safe.
-        root: Where that was when the operations were recorded.
+        before: The content of the disk before, all of it safe.
+        root: The root of that content when the operations were recorded.
     """
 
     def __init__(self, before: Tree, root: str) -> None:

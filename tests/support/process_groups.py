@@ -43,7 +43,7 @@ class RankEnding:
     Attributes:
         result: What the function returned; None if it did not return.
         error_type: The class of what it raised; None if it raised nothing.
-        error_text: `str` of what it raised.
+        error_text: The `str` of what it raised.
         error_attributes: Its attributes as far as they can be sent (`rank`, `subject`, `path` …).
         trace: Its traceback, as text.
         signal: The signal that killed the rank; 0 if none did.
@@ -101,7 +101,7 @@ def rank_endings(
     Args:
         count: How many ranks.
         function: What each of them runs, in a forked process, inside an initialized process group.
-        arguments: Passed on.
+        arguments: Arguments for the function.
         timeout_s: The deadline for all of it.
         group_timeout_s: How long a collective waits for the other ranks.
         environment: Variables to set in the ranks.

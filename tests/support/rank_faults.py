@@ -57,8 +57,8 @@ class Point:
     """Before the n-th call of a name.
 
     Attributes:
-        name: Of an operation on the file system, or "Session.tell" and the like.
-        nth: From 1.
+        name: The name of an operation on the file system, or "Session.tell" and the like.
+        nth: The number of the call, from 1.
     """
 
     name: str
@@ -113,8 +113,8 @@ def watched(at: Point | None = None, act: Callable[[], object] = lambda: None) -
     """Count what this process does in the block, on whatever thread, and act before one call of it.
 
     Args:
-        at: Before which.
-        act: What is done there, on the thread that makes the call; what it raises is raised there.
+        at: The point before which `act` is called; None: it is not called.
+        act: Called there, on the thread that makes the call; what it raises is raised there.
     """
     watch = _Watch(at, act)
     with ExitStack() as stack:

@@ -106,8 +106,8 @@ def ranks_in_processes(
 
     Args:
         count: How many ranks there are.
-        works: What each of the others does, by rank.
-        timeout_s: As in `Ranks.of`.
+        works: What each of the other ranks does, by rank.
+        timeout_s: The seconds of silence after which a rank counts as failed, as in `Ranks.of`.
         before: Called in each of the processes, with its rank, before the ranks meet.
     """
     (own,) = set(range(count)) - set(works)

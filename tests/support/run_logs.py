@@ -15,10 +15,10 @@ def write_run(root: Path, save_count: int, *, ranks: int = 1, keep: int = 3, fai
 
     Args:
         root: The directory to make.
-        save_count: Saves of each rank.
-        ranks: Each has its log; the last one takes three times as long to write as the others.
+        save_count: The number of saves of each rank.
+        ranks: The number of ranks. Each has its log; the last one takes three times as long to write as the others.
         keep: Steps that stay; earlier ones are removed.
-        fails: Which saves of rank 0 failed, by their numbers.
+        fails: The numbers of the saves of rank 0 that failed.
     """
     root.mkdir(parents=True)
     (root / "LATEST").write_text(f"step-{10 * (save_count - 1):08d}\n")

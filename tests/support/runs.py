@@ -31,7 +31,7 @@ class Run:
     """A model and its optimizer after a number of steps.
 
     Args:
-        sizes: Of the parameters.
+        sizes: The sizes of the parameters.
     """
 
     def __init__(self, sizes: tuple[int, ...] = SIZES) -> None:

@@ -46,10 +46,10 @@ class ShardedRun:
     """A model and its optimizer after a number of steps.
 
     Args:
-        mesh: Of the ranks; None for plain tensors.
+        mesh: The device mesh of the ranks; None for plain tensors.
         placements: How they are sharded; None for Shard(0) in each dimension of the mesh.
-        shapes: Of the parameters.
-        blank: With zeros for parameters: what is to be loaded into.
+        shapes: The shapes of the parameters.
+        blank: Make all parameters zeros: a target to load into.
     """
 
     def __init__(

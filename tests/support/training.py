@@ -80,7 +80,7 @@ class Overlap:
     """Saves during training. A context manager that finishes every save it began and looks for what they left.
 
     Args:
-        directory: Where files go.
+        directory: The directory for files.
         way: One of WAYS.
     """
 

@@ -32,10 +32,10 @@ def stop(
     """Run ranks until they stop; return at which occasion each does, and the signals.
 
     Args:
-        ranks: Theirs.
-        told: By rank, the occasion before which a signal comes, and its number.
+        ranks: The `Ranks` of all ranks.
+        told: By rank, the occasion before which a signal comes, and the signal's number.
         step: Called by each rank before each occasion.
-        limit: Of occasions.
+        limit: The most occasions.
     """
 
     def run(rank: int, agreement: StopAgreement) -> tuple[int, list[int]]:
