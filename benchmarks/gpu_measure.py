@@ -167,7 +167,7 @@ class Found:
         rows: By row name: kind, size_bytes, seconds (one each round), first_s (of the run before the rounds), integrity
             ("equal", "not checked" or what is wrong), note (why it was given up).
         values: Whatever else there is to say, by name.
-        notes: What a reader has to know.
+        notes: Facts that a reader has to know.
     """
 
     path: str
@@ -203,8 +203,8 @@ def take_turns(found: Found, device: Device, rows: Sequence[Row], rounds: int, d
     A row that fails is not run again, and its note says why; the others go on. There is at least one round.
 
     Args:
-        found: Gets the rows.
-        device: Is idle before each run.
+        found: The findings, which get the rows.
+        device: The device, which is idle before each run.
         rows: The rows, in the order of the first run; every other round goes backwards.
         rounds: The most rounds.
         deadline_s: No round begins after this time.monotonic().

@@ -36,7 +36,7 @@ class DcpSaver:
 
     Args:
         device: The device of the state. For a CPU nothing can be pinned, and the stager copies as it can.
-        state: What is saved.
+        state: The state that is saved.
         root: The directory that gets a directory for each save.
     """
 
@@ -94,7 +94,7 @@ def save_rows(device: Device, state: State, directory: str, *, only_files_of_tor
 
     Args:
         device: The device of the state.
-        state: What is saved.
+        state: The state that is saved.
         directory: An empty directory; one file at a time is in it.
         only_files_of_torch: Leave out safetensors and DCP.
     """
@@ -294,7 +294,7 @@ def gpudirect_rows(device: Device, state: State, directory: str, path: str, cold
     Args:
         device: The device of the state.
         state: The state that is saved and loaded.
-        directory: Gets one file at a time.
+        directory: The directory that gets one file at a time.
         path: A file with the state, elsewhere.
         cold: Prepares this file.
     """

@@ -417,15 +417,15 @@ class RowStore:
         These are all if fewer are cached than `found_count_min`; then the request has taken none.
 
         Args:
-            device: Its ordinal.
-            batch: Of the request.
-            ids: Their address.
-            count: How many they are; at most 2³¹ - 1.
-            scratch: Address of twice as many int32, pinned.
-            others: Address of as many int64; gets the places of the ids that are left, unless these are all.
-            target: Address of the rows of all ids on the device, a multiple of 16.
-            stream: Of the device; it does the work.
-            found_count_min: How many are worth it.
+            device: The ordinal of the device.
+            batch: The number of the request's batch.
+            ids: The address of the ids.
+            count: The number of ids; at most 2³¹ - 1.
+            scratch: The address of twice as many int32, pinned.
+            others: The address of as many int64; gets the places of the ids that are left, unless these are all.
+            target: The address of the rows of all ids on the device, a multiple of 16.
+            stream: The stream of the device that does the work.
+            found_count_min: The smallest number of cached rows for which this is worthwhile.
         """
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None: ...

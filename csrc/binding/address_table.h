@@ -51,7 +51,7 @@ class AddressTable {
 
   struct Slot {
     uint32_t entry;  // one more than its index; 0: none
-    uint32_t tag;    // of its address: entries of other addresses are not read
+    uint32_t tag;    // a tag of its address: entries of other addresses are not read
   };
 
   static constexpr size_t kLineSlots = 8;  // in a line of the processor's caches

@@ -330,11 +330,11 @@ class [[gnu::visibility("hidden")]] HeldSources {
   const std::vector<uint64_t> keys_;
   const py::list holders_;
   const std::vector<uint32_t> held_;
-  const std::vector<int64_t> versions_;  // of the holders; none if nobody has looked
+  const std::vector<int64_t> versions_;  // one for each holder; empty if nobody has looked
   AddressTable first_of_key_;            // the first source with a storage
-  std::vector<uint32_t> firsts_;         // of each source the first with the same storage
-  std::vector<uint32_t> next_;           // of each source another with the same storage, from the first on
-  std::vector<uint32_t> first_holders_;  // of each source
+  std::vector<uint32_t> firsts_;         // for each source, the first source with the same storage
+  std::vector<uint32_t> next_;           // for each source, the next source with the same storage
+  std::vector<uint32_t> first_holders_;  // for each source, its first holder
 };
 
 // Appends the tensors among the values of a dict and of its nested dicts, as ownership._add_tensors does.

@@ -728,16 +728,16 @@ class PlainPickler {
   const DenseTensors dense_tensors_;
   const Asked bytes_of_storage_, address_of_storage_, key_of_storage_;
   const py::dict dispatch_table_;
-  int depth_ = 0;  // of what is being written
+  int depth_ = 0;  // the nesting depth of what is being written
   bool is_in_object_ = false;
-  bool has_run_code_ = false;  // of an object; it may have changed storages that were met before
+  bool has_run_code_ = false;  // an object's code, which may have changed storages that were met before
   Bytes out_;
   Memo memo_;
   std::unordered_set<PyObject*> ordinary_types_;
   Repeated rebuild_parameter_, ordered_dict_;
   Repeated storage_text_{N().storage, {}};
   Repeated cpu_text_{N().cpu, {}};
-  std::deque<Rebuild> rebuilds_;  // of the dtypes met
+  std::deque<Rebuild> rebuilds_;  // one for each dtype met
   std::vector<int64_t> numbers_;
   std::vector<Storage> storages_;
   AddressTable first_at_;        // the first storage at an address
@@ -747,8 +747,8 @@ class PlainPickler {
   std::vector<uint64_t> addresses_, sizes_;
   bool are_on_host_ = true;
   py::list holders_;               // the tensors
-  std::vector<uint32_t> held_;     // of each the index of its storage
-  std::vector<int64_t> versions_;  // of each
+  std::vector<uint32_t> held_;     // for each holder, the index of its storage
+  std::vector<int64_t> versions_;  // for each holder, its version
 };
 
 }  // namespace

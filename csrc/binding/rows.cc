@@ -241,9 +241,9 @@ class PyRowStore {
     return call(*used);
   }
 
-  const std::shared_ptr<std::promise<void>> gone_ = std::make_shared<std::promise<void>>();  // of the store's end
+  const std::shared_ptr<std::promise<void>> gone_ = std::make_shared<std::promise<void>>();  // set when the store ends
   const uint64_t generation_ = ForkGeneration();
-  const py::object owner_;  // of the positions
+  const py::object owner_;  // the owner of the positions
   std::string path_;
   std::shared_ptr<RowStore> store_;  // guarded by the GIL
 };

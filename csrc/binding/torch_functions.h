@@ -98,8 +98,8 @@ class [[gnu::visibility("hidden")]] TorchFunctions {
   bool AgreesWithPython(const pybind11::object& tensor, const pybind11::object& storage,
                         const pybind11::list& samples) const;
 
-  size_t handle_offset_ = 0, hooks_offset_ = 0;                         // in a Python tensor
-  size_t storage_offset_in_tensor_ = 0, counter_offset_in_tensor_ = 0;  // in a C++ tensor
+  size_t handle_offset_ = 0, hooks_offset_ = 0;                         // offsets in a Python tensor
+  size_t storage_offset_in_tensor_ = 0, counter_offset_in_tensor_ = 0;  // offsets in a C++ tensor
   int32_t (*storage_offset_)(Handle, int64_t*) = nullptr;
   int32_t (*storage_bytes_)(Handle, int64_t*) = nullptr;
   int32_t (*strides_)(Handle, int64_t**) = nullptr;

@@ -70,7 +70,7 @@ class Arena {
   uint64_t mapped_bytes() const { return mapped_count_ * kBlockBytes; }
 
  private:
-  static constexpr size_t kBlocksPerMapping = 32;  // at most
+  static constexpr size_t kBlocksPerMapping = 32;  // the most blocks of a mapping
   bool Map(std::unique_lock<std::mutex>& lock, bool ahead);
   PinnedMemory NextMapping() const;
   void Add(PinnedMemory mapping);

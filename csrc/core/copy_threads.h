@@ -26,7 +26,7 @@ class CopyThreads {
     const std::byte* source;
     size_t size_bytes;
     bool with_crc;
-    uint32_t crc = 0;  // of the copied bytes, when it is complete
+    uint32_t crc = 0;  // the CRC of the copied bytes, when the copy is complete
     std::atomic<bool> is_complete = false;
   };
 

@@ -14,8 +14,8 @@ namespace fastpersist {
 struct DirectIoLimits {
   bool supported = false;
   uint32_t memory_alignment_bytes = 0;
-  uint32_t offset_alignment_bytes = 0;  // of offset and length
-  std::string why_not;                  // when not supported
+  uint32_t offset_alignment_bytes = 0;  // the alignment of offset and length
+  std::string why_not;                  // the reason, if it is not supported
 };
 
 // The smallest unit of direct I/O: a multiple of what nearly all devices need, and one page.

@@ -18,7 +18,7 @@ namespace fastpersist {
 namespace {
 
 constexpr size_t kBlockCount = 1024;  // fewer than the 32,767 that a lane of 16 bits can count
-constexpr size_t kVectorBytes = 32;   // of AVX2; the compiler makes poor code for longer ones
+constexpr size_t kVectorBytes = 32;   // vectors of AVX2; the compiler makes poor code for longer ones
 
 template <class Number, size_t lanes>
 struct VectorOf {

@@ -17,8 +17,8 @@ enum class ValueType { kFloat16, kBFloat16, kFloat32, kFloat64 };
 // becomes the largest finite double.
 struct ValueDifference {
   uint64_t differing_count = 0;
-  double max_abs = 0;  // of |a - b|
-  double max_rel = 0;  // of |a - b| / max(|a|, |b|), where that is at least the smallest normal number
+  double max_abs = 0;  // the largest |a - b|
+  double max_rel = 0;  // the largest |a - b| / max(|a|, |b|), where that is at least the smallest normal number
   uint64_t nan_count_a = 0;
   uint64_t nan_count_b = 0;
   uint64_t inf_count_a = 0;
@@ -31,7 +31,7 @@ ValueDifference CompareValues(ValueType type, const std::byte* a, const std::byt
 struct ValueSummary {
   uint64_t nan_count = 0;
   uint64_t inf_count = 0;
-  double min = std::numeric_limits<double>::infinity();  // as they are here if no value is finite
+  double min = std::numeric_limits<double>::infinity();  // min and max keep these values if no value is finite
   double max = -std::numeric_limits<double>::infinity();
   double sum = 0;
   double square_sum = 0;

@@ -72,7 +72,7 @@ class CuFile {
 
   const std::unique_ptr<const Calls> calls_;
   int version_ = 0;
-  size_t device_count_word_ = 0;  // in the library's statistics
+  size_t device_count_word_ = 0;  // the index of the word in the library's statistics
   std::string why_no_statistics_;
 };
 

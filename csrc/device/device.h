@@ -200,7 +200,7 @@ class Device {
 
   const CudaDriver& driver_;
   const int ordinal_;
-  int numa_node_ = -1;  // of the nearest host memory; -1: unknown, or the machine has one node
+  int numa_node_ = -1;  // the node of the nearest host memory; -1: unknown, or the machine has one node
   CudaContext context_ = nullptr;
   CopyStream to_host_{*this};
   CopyStream to_device_{*this};

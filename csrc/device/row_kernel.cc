@@ -11,7 +11,7 @@
 namespace fastpersist {
 namespace {
 
-constexpr unsigned kThreadCount = 256;  // of a block
+constexpr unsigned kThreadCount = 256;  // threads of a block
 constexpr unsigned kRowsPerBlock = kThreadCount / 32;
 constexpr unsigned kBlockCountMax = 528;  // enough reads in flight for the bus
 

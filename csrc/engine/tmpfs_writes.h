@@ -38,7 +38,7 @@ class TmpfsWrites {
   const bool pays_with_small_pages_;
   std::atomic<bool> refused_ = false;  // the kernel or a sandbox refuses, for good
   std::mutex mutex_;
-  std::vector<std::pair<dev_t, Kind>> kinds_;  // of the file systems seen
+  std::vector<std::pair<dev_t, Kind>> kinds_;  // one for each file system seen
 };
 
 }  // namespace fastpersist

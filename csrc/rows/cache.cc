@@ -17,7 +17,7 @@ constexpr uint32_t kCellsPerSlot = 2;
 constexpr uint64_t kAgeAfterPerSlot = 4;  // misses until counts are halved
 constexpr uint8_t kCountMax = 15;         // the low bits of a cell; its tag is above
 
-constexpr uint32_t kPlacesPerSlot = 2;  // of the directory, at most
+constexpr uint32_t kPlacesPerSlot = 2;  // the most places of the directory for each slot
 
 uint64_t HashOf(uint64_t row) { return row * 0x9E3779B97F4A7C15U; }
 // Spread over `count` places by the high bits.

@@ -88,7 +88,7 @@ class RowCache {
   struct Admission {
     std::byte* slot = nullptr;  // for the row's bytes; null: others are better
     uint64_t evicted_row = 0;
-    uint32_t evicted_uses = 0;  // of that row; 0 if none is known, or no row was evicted
+    uint32_t evicted_uses = 0;  // the coming uses of that row; 0 if none is known, or no row was evicted
   };
   // Find a slot for a row that is not cached and has these coming uses; the caller fills the slot. `keep`: the row may
   // evict any row that is not kept.
@@ -99,16 +99,16 @@ class RowCache {
  private:
   struct Entry {
     uint64_t row = 0;
-    mutable uint32_t uses = 0;  // to come
-    mutable uint8_t count = 0;  // of uses that were
-    mutable uint16_t hold = 0;  // the newest one
+    mutable uint32_t uses = 0;  // uses to come
+    mutable uint8_t count = 0;  // earlier uses
+    mutable uint16_t hold = 0;  // the newest hold of the slot
   };
   static constexpr uint8_t kKeptCount = 255;
   static constexpr uint32_t kLineBytes = 64;
   static constexpr uint32_t kPrefetchedBytes = 512;
   struct Value {
     bool is_kept;
-    int nearness;  // of the next use; 0: none is known
+    int nearness;  // how near the next use is; 0: none is known
     uint8_t count;
     auto operator<=>(const Value&) const = default;
   };
@@ -138,10 +138,10 @@ class RowCache {
   const uint64_t slab_bytes_;
   const uint32_t row_bytes_;
   const uint32_t slot_count_;
-  const uint64_t row_count_;  // of the table
+  const uint64_t row_count_;  // rows of the table
   const uint64_t fork_generation_;
   std::vector<uint32_t> directory_;  // slots
-  std::vector<Entry> entries_;       // of the slots in use, which are the first ones
+  std::vector<Entry> entries_;       // one for each slot in use; these are the first slots
   std::vector<uint16_t> cells_;      // the tag and the count of the last row that missed there
   uint64_t miss_count_ = 0;          // since counts were halved
   uint32_t all_kept_until_ = 0;      // the slots before it are kept

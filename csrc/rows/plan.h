@@ -12,8 +12,8 @@ namespace fastpersist {
 
 // A row that is not in memory, and where a request wants it.
 struct RowWant {
-  uint64_t position = 0;  // of the row in the table
-  uint64_t index = 0;     // of the row in the result
+  uint64_t position = 0;  // the row's position in the table
+  uint64_t index = 0;     // the row's index in the result
 };
 
 // One read of whole blocks, and the sorted wants that it fills.
@@ -27,9 +27,9 @@ struct RowRead {
 };
 
 struct PlanLimits {
-  uint32_t block_bytes = 512;           // of direct I/O: a power of two; 1 through the page cache
+  uint32_t block_bytes = 512;           // the block size of direct I/O: a power of two; 1 through the page cache
   uint32_t gap_bytes = 0;               // unwanted bytes between two rows that cost less than another read
-  uint32_t read_bytes_max = 128 << 10;  // of a joined read; a single row may be larger
+  uint32_t read_bytes_max = 128 << 10;  // the largest joined read; a single row may be larger
 };
 
 void SortByPosition(std::vector<RowWant>& wants);

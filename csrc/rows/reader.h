@@ -25,7 +25,7 @@ struct RowReaderOptions {
   uint32_t queue_depth = 128;
   uint32_t thread_count = 0;
   uint64_t ring_bytes = uint64_t{4} << 20;              // at least four of the largest reads
-  std::optional<DirectIoLimits> limits = std::nullopt;  // as in PumpOptions: of a reader of the same table
+  std::optional<DirectIoLimits> limits = std::nullopt;  // those of another reader of the same table; as in PumpOptions
 };
 
 // One owner thread at a time.

@@ -50,11 +50,11 @@ class RowRequest {
   static bool IsRegistered(uint32_t batch) { return batch != kNoBatch && batch != kKeep; }
   bool is_registered() const { return IsRegistered(batch); }
   std::vector<RowWant> wants;        // sorted; rows that its own reads bring
-  std::vector<RowRead> reads;        // of these rows; unchanged once the store has planned the request
+  std::vector<RowRead> reads;        // reads of these rows; unchanged once the store has planned the request
   std::vector<RowWant> shared;       // rows that other requests read
   std::atomic<size_t> next_read{0};  // earlier reads were started or dropped; only one thread starts reads
   size_t unended_read_count = 0;
-  uint32_t number = 0;  // in the store
+  uint32_t number = 0;  // the request's number in the store
 
  private:
   std::byte* const result_;

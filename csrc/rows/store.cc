@@ -18,21 +18,21 @@
 namespace fastpersist {
 namespace {
 
-constexpr size_t kFewReads = 64;      // that a caller does itself
-constexpr size_t kReadersMax = 4;     // for callers at once; others take the worker
+constexpr size_t kFewReads = 64;      // the most reads that a caller does itself
+constexpr size_t kReadersMax = 4;     // the most readers for callers at once; other callers take the worker
 constexpr size_t kLockedCount = 512;  // ids that are looked up under one lock
 constexpr size_t kAheadCount = 8;     // ids whose memory is fetched ahead
-constexpr uint32_t kCellBytes = 512;  // at least
+constexpr uint32_t kCellBytes = 512;  // the least size
 constexpr uint32_t kJoinedBytesMax = 128 << 10;
 constexpr uint64_t kNeighboursMax = 64;  // rows of a read: examining so many costs less than another read
 constexpr size_t kTouchedBytesMin = size_t{1} << 20;
 // From this size on, malloc maps new memory for each result, whose pages the kernel has to allocate; smaller results
 // reuse pages.
 constexpr size_t kOwnMappingBytesMin = size_t{32} << 20;
-constexpr size_t kPartBytes = size_t{256} << 10;        // of rows that a thread copies before it takes more
-constexpr size_t kIdsPerThread = size_t{1} << 14;       // of look-ups that are worth one
+constexpr size_t kPartBytes = size_t{256} << 10;        // bytes of rows that a thread copies before it takes more
+constexpr size_t kIdsPerThread = size_t{1} << 14;       // look-ups that are worth a thread
 constexpr size_t kHeldAtFirst = size_t{1} << 11;        // ids whose rows are held before they are taken
-constexpr size_t kHeldAtOnce = size_t{1} << 14;         // later
+constexpr size_t kHeldAtOnce = size_t{1} << 14;         // the same, later on
 constexpr uint64_t kPinnedAtOnce = uint64_t{64} << 20;  // each time takes system calls, and a place in a driver's table
 
 uint64_t FlightOf(uint32_t number, size_t read) { return (uint64_t{number} << 32) | read; }

@@ -51,11 +51,11 @@ struct RowStoreOptions {
 };
 
 struct RowStoreStats {
-  uint64_t row_count = 0;     // asked for
-  uint64_t hit_count = 0;     // of these, copied from the cache
-  uint64_t shared_count = 0;  // of these, read by another request
+  uint64_t row_count = 0;     // rows asked for
+  uint64_t hit_count = 0;     // rows that were copied from the cache
+  uint64_t shared_count = 0;  // rows that another request read
   uint64_t read_count = 0;    // read requests to the kernel
-  uint64_t read_bytes = 0;    // by them
+  uint64_t read_bytes = 0;    // bytes that these requests read
   uint64_t cached_count = 0;  // rows in the cache now
   uint64_t slot_count = 0;    // rows that the cache has room for
 };
@@ -132,7 +132,7 @@ class RowStore {
     const std::vector<RowWant>* wants;
     uint32_t first_want;
     uint32_t want_count;
-    size_t done = 0;  // its place among the completed reads
+    size_t done = 0;  // the read's place among the completed reads
     uint32_t piece = 0;
     uint64_t offset_bytes = 0;
 
@@ -184,32 +184,32 @@ class RowStore {
   const RowTable table_;
   const RowStoreOptions options_;
   PlanLimits limits_;
-  DirectIoLimits direct_limits_;    // of the files
-  std::vector<struct stat> facts_;  // of the files, as they were opened
+  DirectIoLimits direct_limits_;    // the limits of the files
+  std::vector<struct stat> facts_;  // the status of the files as they were opened
 
   FairSharedMutex lock_;  // guards the members below; cached rows are copied under the shared lock
   std::unique_ptr<RowCache> cache_;
   std::mutex pins_mutex_;                    // guards the members below; its holder may change pinned_bytes_
-  std::vector<std::shared_ptr<void>> pins_;  // of the cache's memory; they end before it
-  std::atomic<uint64_t> pinned_bytes_{0};    // from its start
+  std::vector<std::shared_ptr<void>> pins_;  // pins of the cache's memory; they end before it
+  std::atomic<uint64_t> pinned_bytes_{0};    // bytes from the start of that memory
   bool is_pinning_refused_ = false;
 
   FlatMap<uint32_t> known_;                                             // the coming uses of rows that are not cached
   FlatMap<uint64_t> flights_;                                           // by cell: request number and read
-  std::unordered_map<uint32_t, std::shared_ptr<RowRequest>> requests_;  // with unended reads
+  std::unordered_map<uint32_t, std::shared_ptr<RowRequest>> requests_;  // requests with unended reads, by number
   std::unordered_map<uint64_t, std::vector<Arrival>> others_;           // who else waits for a flight
   uint32_t next_number_ = 0;
 
   std::unique_ptr<RowReader> reader_;                // the worker's
   std::mutex readers_mutex_;                         // guards the members below
-  std::vector<std::unique_ptr<RowReader>> readers_;  // of callers, unused now
-  size_t reader_count_ = 0;                          // of callers
+  std::vector<std::unique_ptr<RowReader>> readers_;  // readers of callers that are unused now
+  size_t reader_count_ = 0;                          // all readers of callers
   std::string engine_name_;
   std::vector<std::string> demotions_;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;
-  std::deque<std::shared_ptr<RowRequest>> queue_;  // with reads that were not started
+  std::deque<std::shared_ptr<RowRequest>> queue_;  // requests with reads that were not started
   bool is_stopping_ = false;
   bool is_started_ = false;
   pthread_t thread_{};

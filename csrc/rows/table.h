@@ -13,7 +13,7 @@ namespace fastpersist {
 struct RowPiece {
   int fd = -1;  // the table's owner keeps it open
   std::string path;
-  uint64_t offset_bytes = 0;  // of its first row
+  uint64_t offset_bytes = 0;  // the offset of its first row
   uint64_t row_count = 0;
 };
 
@@ -49,7 +49,7 @@ class RowTable {
   const std::vector<RowPiece> pieces_;
   const uint32_t row_bytes_;
   const std::span<const int64_t> positions_;
-  std::vector<uint64_t> first_rows_;  // of each piece, and the number of rows at the end
+  std::vector<uint64_t> first_rows_;  // the first row of each piece; and the number of rows at the end
 };
 
 }  // namespace fastpersist

@@ -52,7 +52,7 @@ class CaptureCore {
     CapturedBlocks::Filler filler = CapturedBlocks::Filler::kCapture;
     std::vector<uint32_t> sources;               // one, or all that are gathered
     std::vector<CapturedBlocks::Block*> blocks;  // consecutive in memory
-    uint64_t first_bytes = 0;                    // of the run's first block
+    uint64_t first_bytes = 0;                    // the offset of the run's first block
   };
   void EndCopy(Copy& copy, Status status);
 

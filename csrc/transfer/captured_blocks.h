@@ -28,7 +28,7 @@ class CapturedBlocks {
     bool has_dropped;  // a segment was dropped before its copy was complete
   };
   struct Segment {
-    uint64_t from_bytes;  // in the source
+    uint64_t from_bytes;  // the offset in the source
     uint64_t size_bytes;
     const std::byte* memory;
     Block* block;

@@ -22,7 +22,7 @@ std::vector<std::vector<uint32_t>> FindDeviceClusters(std::vector<ClusterSource>
   for (size_t first = 0, next = 0; first < sources.size(); first = next) {
     const ClusterSource& start = sources[first];
     uintptr_t end = start.address + start.size_bytes;
-    uintptr_t limit = 0;  // of its allocation, once another is close: a copy must not reach into the next allocation
+    uintptr_t limit = 0;  // the end of its allocation, once another source is close: a copy must not reach further
     for (next = first + 1; next < sources.size(); ++next) {
       const ClusterSource& source = sources[next];
       if (source.device != start.device || source.kind != start.kind) break;

@@ -47,7 +47,7 @@ class DeviceCopies {
   struct Lane {
     Device* device;
     bool to_host;
-    std::deque<RequestPiece> waiting;   // for room in the stream
+    std::deque<RequestPiece> waiting;   // pieces that wait for room in the stream
     std::vector<RequestPiece> started;  // since the last mark
     std::deque<Batch> batches;
     std::optional<Grace> grace;  // set when the file began to close while there was no room

@@ -80,11 +80,11 @@ class FileReader {
   };
   struct InFlight {
     bool used = false;
-    std::byte* buffer = nullptr;  // of the ring; null for a straight chunk
+    std::byte* buffer = nullptr;  // a buffer of the ring; null for a straight chunk
     size_t chunk = 0;             // index into the chunks of the running Read
   };
   struct CrcPart {
-    uint64_t offset_bytes;  // in the extent
+    uint64_t offset_bytes;  // the offset in the extent
     uint64_t size_bytes;
     uint32_t crc;
   };

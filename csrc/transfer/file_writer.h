@@ -56,7 +56,7 @@ class PieceList {
     uint32_t crc_slot;
     uint64_t size_bytes;
     const std::byte* address;
-    uint64_t id;  // of a pull; index of a captured source; address in a device's memory
+    uint64_t id;  // the id of a pull; the index of a captured source; the address in a device's memory
     Snapshot* snapshot;
     Device* device;
   };
@@ -127,7 +127,7 @@ class FileWriter {
     uint32_t crc_slot;
     uint32_t crc;         // kThere: of the bytes, if it is wanted
     uint32_t skip_bytes;  // kCrcText: how many of the slot's four bytes lie in the chunk before
-    size_t offset_bytes;  // in the chunk
+    size_t offset_bytes;  // the offset in the chunk
     size_t size_bytes;
     size_t run;
   };
@@ -179,8 +179,8 @@ class FileWriter {
   std::optional<DeviceRing> device_ring_;  // none: the buffers are host memory
   const size_t copy_threads_max_;
   std::unique_ptr<CopyThreads> copy_threads_;  // null: the disk has not waited for copies
-  uint32_t write_count_ = 0;                   // since this was last looked at
-  uint32_t starved_count_ = 0;                 // of these writes: nothing else was in flight
+  uint32_t write_count_ = 0;                   // writes since this was last looked at
+  uint32_t starved_count_ = 0;                 // how many of these writes had nothing else in flight
   std::vector<uint32_t> crcs_;
   std::vector<Run> runs_{{.offset_bytes = 0, .size_bytes = 0, .crc = 0}};
   bool every_piece_has_crc_ = true;

@@ -79,13 +79,13 @@ class IoPump {
     uint32_t needed_bytes = 0;
     uint64_t offset_bytes = 0;
     uint64_t tag = 0;
-    uint32_t file = 0;  // which one of the pump's
+    uint32_t file = 0;  // which of the pump's files
   };
 
   struct Finished {
     uint64_t tag = 0;
     Status status;             // not ok only if the pump outlives failures
-    uint32_t done_bytes = 0;   // of a failed request: bytes done before the failure, from its start
+    uint32_t done_bytes = 0;   // for a failed request: the bytes done before the failure, from its start
     bool start_again = false;  // the pump gives it back, and none of it is done
   };
 

@@ -105,8 +105,8 @@ class FileRequest : public std::enable_shared_from_this<FileRequest> {
 class RequestWorker;
 
 struct RandomAccessOptions {
-  int fd = -1;           // of a file description of its own: O_DIRECT is set on it
-  int buffered_fd = -1;  // of another one, open for writing; -1 if nothing will be written
+  int fd = -1;           // has a file description of its own: O_DIRECT is set on it
+  int buffered_fd = -1;  // has another file description, open for writing; -1 if nothing will be written
   // Two more, closed in forked children, for the locks between direct and buffered writes (edge_lock.h).
   int direct_lock_fd = -1;
   int edge_lock_fd = -1;
@@ -115,7 +115,7 @@ struct RandomAccessOptions {
   std::vector<std::string> edge_engines;  // for writes through the page cache beside a direct engine
   uint32_t queue_depth = 32;
   uint32_t thread_count = 0;
-  uint64_t chunk_bytes = uint64_t{1} << 20;  // at most, per request to the kernel; a power of two
+  uint64_t chunk_bytes = uint64_t{1} << 20;  // the largest request to the kernel; a power of two
   // Limit of staging memory, but at least three chunks, and 64 pages for the ends of direct writes from devices.
   uint64_t staging_bytes = uint64_t{1} << 26;
 };

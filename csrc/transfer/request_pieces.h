@@ -17,7 +17,7 @@ struct RequestJob {
   std::vector<FilePart> parts;
   size_t next_part = 0;  // earlier parts are in flight or done
   uint64_t next_part_bytes = 0;
-  size_t piece_count = 0;  // in flight
+  size_t piece_count = 0;  // pieces in flight
   uint64_t done_bytes = 0;
   uint64_t failed_count = 0;
   FileRequest::Failure first_failure;
@@ -46,7 +46,7 @@ struct RequestJob {
 struct RequestPiece {
   std::shared_ptr<RequestJob> job;
   size_t part = 0;
-  uint64_t from_bytes = 0;  // in the part
+  uint64_t from_bytes = 0;  // the offset in the part
   uint32_t size_bytes = 0;
   uint32_t skipped_bytes = 0;
   uint32_t staged_bytes = 0;

@@ -35,7 +35,7 @@ class WriteTurn {
 
  private:
   EdgeLock lock_;
-  size_t write_count_ = 0;  // in flight
+  size_t write_count_ = 0;  // writes in flight
   bool is_leaving_ = false;
   bool is_locked_out_ = false;  // another file has the lock that the next write needs
   std::vector<std::pair<uint64_t, uint64_t>>

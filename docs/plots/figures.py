@@ -49,11 +49,11 @@ class Figure(NamedTuple):
     """A picture of bars.
 
     Attributes:
-        title: What a bar is.
-        command: Words of the benchmark, without the directory.
-        quick: What makes it short, to try it.
-        condense: From the benchmark's JSON, the facts below the title and the rows.
-        relation: What a bar says beside its seconds, from its samples and those of the first one, round by round.
+        title: What each bar shows.
+        command: The words of the benchmark's command line, without the directory.
+        quick: Options that make it short, to try it.
+        condense: Takes the benchmark's JSON; returns the facts below the title, and the rows.
+        relation: Returns the text beside a bar's seconds, from its samples and those of the first bar, round by round.
     """
 
     title: str

@@ -141,7 +141,7 @@ class BoundRanks:
         """Begin a session of all ranks; None if this rank is alone.
 
         Args:
-            subject: What it is about, for messages.
+            subject: What the session is about, for messages.
         """
         return None if self.ranks is None else self.ranks.begin(subject)
 

@@ -509,7 +509,7 @@ class Root:
                 order, so that at every moment the steps that are left have been together before.
             take_root: Called on the coordinator before it removes anything.
             process_group: The ranks; None if this one is alone.
-            rank: This rank.
+            rank: The number of this rank.
             everybodys: The steps of all ranks, where each node has copies; None: those that the coordinator sees count.
 
         Returns:

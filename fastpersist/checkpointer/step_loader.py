@@ -161,7 +161,7 @@ def load_step(root: str, step: int, options: LoadOptions, *, missing_ok: bool) -
     Args:
         root: The directory of the steps.
         step: The step.
-        options: How to load it.
+        options: The options of the load.
         missing_ok: Return None if there is no such step; the same on all ranks.
 
     Raises:
@@ -219,7 +219,7 @@ def load_newest(
 
     Args:
         root: The directory of the steps.
-        options: How to load it.
+        options: The options of the load.
         strict: Raise if the newest step is damaged, instead of going back.
         missing_ok: Return None if there is no step at all, not even a damaged one; the same on all ranks.
         on_unusable: Called with each step that could not be loaded.

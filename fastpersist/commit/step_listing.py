@@ -117,7 +117,7 @@ def read_committed(
         root: The directory of the steps.
         step: The number of the step.
         read: Called with the step's directory and its manifest.
-        checks_files: Given the manifest, tells whether to look first if every file of it is there.
+        checks_files: Takes the manifest; tells whether to check first that every file of it is there.
 
     Returns:
         What `read` returns.

@@ -57,7 +57,7 @@ class Wish(NamedTuple):
         prefixes: Prefixes of names, and what replaces them.
         dtype: Floating-point tensors are converted to it; None leaves them as they are.
         file_format: "torch", "safetensors", or "auto", which takes the format from the suffix.
-        shard_bytes: Not one file but a directory of safetensors files with an index, each with at most so many bytes of
+        shard_bytes: Write a directory of safetensors files with an index: each file with at most so many bytes of
             tensors, or one tensor; None for one file.
         overwrite: Replace what is there. In a directory, other files (a config.json, a tokenizer) stay.
     """

@@ -101,8 +101,8 @@ class PartReader:
 
     Raises:
         CheckpointNotFoundError: The part is missing.
-        FormatError: It is no file.
-        StorageError: It cannot be opened.
+        FormatError: The part is no regular file.
+        StorageError: The part cannot be opened.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ def _require_part(one: Wanted, shape: Shape) -> None:
     """Refuse a tensor that is not the one that the metadata describe.
 
     Raises:
-        CorruptionError: It has another shape.
+        CorruptionError: The tensor has another shape.
     """
     if (one.stored is not None and shape != one.stored[1]) or len(shape) != len(one.lengths):
         stored = "" if one.stored is None else f", which is {one.stored[1]}"

@@ -44,7 +44,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             directory stay, but the save is refused if they look like another checkpoint.
         engine: "auto", or an engine's name, which then never falls back.
         durable: Survive power loss once dcp.save has returned.
-        optimizer: For dcp.async_save: whose tensors are in the state, as in `fastpersist.save_async`. They are written
+        optimizer: For dcp.async_save: the owner of the tensors, as in `fastpersist.save_async`. They are written
             from where they are while forward and backward run, and its next step waits for what is not written by then.
             Without it, dcp.async_save copies the whole state before it returns.
         constant: For dcp.async_save: what never changes, as in `fastpersist.save_async`.
@@ -106,7 +106,7 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
         Raises:
             ConfigError: There is a checkpoint, and overwrite is False; or there are files of another one.
             UnsupportedError: The directory holds what cannot stay in it.
-            StorageError: It cannot be looked at.
+            StorageError: The directory cannot be looked at.
         """
         final_path = self._final_path()
         overwrite = self._may_replace(final_path)

@@ -153,7 +153,7 @@ def dtype_of(name: str) -> tuple[str, int]:
     """Return torch's name of a dtype of numpy ("" for a width without a type), and the width of an element in bytes.
 
     Raises:
-        ValueError: It is no name of a dtype.
+        ValueError: The text is no name of a dtype.
         UnsupportedError: torch has no such elements; the message names them.
     """
     if not name or name[0] in "[({":
@@ -183,7 +183,7 @@ def _parse(text: str) -> dict[str, str]:
     """Return the text of the three values of a header; that of a structured dtype is cut to its first character.
 
     Raises:
-        ValueError: It is no header.
+        ValueError: The text is no header.
     """
     values: dict[str, str] = {}
     text = text.strip(" \n")

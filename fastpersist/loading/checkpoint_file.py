@@ -253,7 +253,7 @@ class CheckpointSource:
         """Prove that the local header of a record does not lead out of the file, as torch does.
 
         Raises:
-            FormatError: It does, or it is none.
+            FormatError: The header leads out of the file, or is none.
             StorageError: An error of the disk.
         """
         place = entry.header_offset_bytes

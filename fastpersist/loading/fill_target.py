@@ -361,7 +361,7 @@ def _match(path: str, stored: Any, wanted: Wanted, *, ties: bool) -> tuple[list[
     Args:
         path: The path of the file, for messages.
         stored: What the file holds, as the target expects it.
-        wanted: What is filled.
+        wanted: What is filled, and with what.
         ties: The file has a tensor once, whatever names it has in the target, as safetensors files do.
 
     Raises:

@@ -108,7 +108,7 @@ def require_whole(size_bytes: int, parts: Sequence[Part], path: str) -> None:
     """Check that parts make up a file, each byte once.
 
     Raises:
-        FormatError: They do not.
+        FormatError: The parts do not make up the file.
     """
     ends = [0]
     starts = []

@@ -215,7 +215,7 @@ def refuse_unmatched(path: str, unmatched: Collection[str], held: Collection[obj
     """Refuse keys that choose nothing.
 
     Args:
-        path: What is loaded, for messages.
+        path: The path of what is loaded, for messages.
         unmatched: The keys that choose nothing.
         held: The keys of what was loaded.
         where: The kind of what is loaded: "file" or "checkpoint".

@@ -30,7 +30,7 @@ def checked_ids(
         path: The path of the table, for messages.
 
     Raises:
-        ConfigError: They are no whole numbers.
+        ConfigError: The ids are no whole numbers.
         RowIndexError: One is no row of the table; the message says which and where.
     """
     try:

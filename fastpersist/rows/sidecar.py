@@ -177,8 +177,8 @@ def read_sidecar(path: str) -> Sidecar | None:
     """Read what the sidecar of a table says; None if there is none.
 
     Raises:
-        FormatError, ChecksumError: It is damaged.
-        StorageError: It cannot be read.
+        FormatError, ChecksumError: The sidecar is damaged.
+        StorageError: The sidecar cannot be read.
     """
     name = sidecar_path(path)
     if not has_name(name):

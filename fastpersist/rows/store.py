@@ -136,7 +136,7 @@ class RowTicket(Uncopied):
         """Return the rows, as `RowStore.gather` does, waiting at most `timeout` seconds; again, the same ones.
 
         Raises:
-            TimeoutError: They are not there yet.
+            TimeoutError: The rows are not there yet.
             ConfigError: The request was cancelled, or the store closed.
             StorageError: As `RowStore.gather`.
             RuntimeError: There was no memory for the rows.

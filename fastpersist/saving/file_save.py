@@ -202,7 +202,7 @@ def save_file_async(
         path: The file's path.
         owners: The owners of stable storages.
         options: The caller's options.
-        share: On the coordinator of several ranks: divides the file among them.
+        share: Divides the file among several ranks; on the coordinator. None for other saves.
     """
     started_s = time.monotonic()
     require_engine(options.engine)
@@ -325,7 +325,7 @@ def _create(target: Target, path: str, options: FileOptions, *, refuses_in_place
     """Create the pending file; None where the directory takes none, and the caller has asked for saving in place.
 
     Args:
-        target: Where the file goes.
+        target: The place that the file goes to.
         path: The same path as the caller gave it, for messages.
         options: The caller's options.
         refuses_in_place: Do not save in place, whatever the caller has asked for.

@@ -170,8 +170,8 @@ class PendingSave(Uncopied):
             timeout: The most seconds to wait; None waits without limit.
 
         Raises:
-            TimeoutError: It is still under way.
-            SkippedError: It was skipped.
+            TimeoutError: The save is still under way.
+            SkippedError: The save was skipped.
             TornStateError: The state was changed before it was captured; nothing was published.
             StorageError: An error of the disk; nothing was published.
         """
@@ -184,7 +184,7 @@ class PendingSave(Uncopied):
         """Wait until the save is over and return its error, or None. Counts as delivery.
 
         Raises:
-            TimeoutError: It is still under way.
+            TimeoutError: The save is still under way.
         """
         self._refuse_child()
         if not self.join(timeout):

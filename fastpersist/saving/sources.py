@@ -39,7 +39,7 @@ class StorageFacts(NamedTuple):
         keys: The key of each storage, which identifies the storage while it lives.
         addresses: The address of each storage; 0 if it has no byte.
         sizes_bytes: The length of each.
-        are_on_host: All of them lie in memory that the native side can read.
+        are_on_host: Whether all storages lie in memory that the native side can read.
         versions: The version of each tensor of the file's `Holders`; -1 if it has no counter. Empty if not read yet.
     """
 

@@ -19,7 +19,7 @@ class Room:
     Attributes:
         offsets: The offset of each block, from the start of the ring.
         end: Where the next room begins, counted in bytes that were ever taken.
-        is_free: It was given back, though an older room may still hold up its bytes.
+        is_free: The room was given back, though an older room may still hold up its bytes.
     """
 
     offsets: tuple[int, ...]

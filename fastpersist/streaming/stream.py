@@ -123,7 +123,7 @@ def stream(
         dtype: None: the dtypes of source and model must be the same. "auto": the source's. "model": that of each
             parameter. A floating-point dtype: all floating-point weights get it. Conversions are of floating-point
             weights only, each time that they are read.
-        prefix: In front of the model's names in the source, such as "model." for a checkpoint {"model": …}.
+        prefix: Text in front of the model's names in the source, such as "model." for a checkpoint {"model": …}.
         names: Other names in the source, by name of the model; a sequence of names for a parameter whose bytes are
             those tensors, end to end. Without the prefix.
         verify: Compare the recorded checksum of each weight when it is read for the first time. Not of rows of

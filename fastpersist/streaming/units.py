@@ -161,7 +161,7 @@ def blocks_of(weights: Iterable[Weight], file_sizes: Sequence[int], *, apart: bo
     Args:
         weights: The weights, in any order.
         file_sizes: The length of each file.
-        apart: Each weight has a block of its own: devices want every weight aligned, and copy it anyway.
+        apart: Give each weight a block of its own: devices want every weight aligned, and copy it anyway.
     """
     blocks: list[Block] = []
     neighbours: list[Weight] = []

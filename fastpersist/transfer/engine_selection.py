@@ -62,7 +62,7 @@ class EngineProbe:
 
     Attributes:
         name: Engine name, as the `engine=` arguments take it.
-        usable: It wrote a block and read the same bytes back.
+        usable: The engine wrote a block and read the same bytes back.
         why_not: The reason in one sentence when not usable, else an empty string.
     """
 
@@ -140,7 +140,7 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, one_writer
     """Return the engines to try for a file, best first; one name alone never falls back.
 
     Args:
-        engine: What the caller asked for; "auto" is what FASTPERSIST_ENGINE says, by default the ladder.
+        engine: What the caller asked for; "auto" is the value of FASTPERSIST_ENGINE, or else the ladder.
         fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
             has a tuning file.
         for_reading: A file that is mostly in the page cache is then read from there.

@@ -143,7 +143,7 @@ class Extents:
         """Return parts of these extents, with the same destinations, as extents of their own.
 
         Args:
-            wanted: Each is a part of the extent with index `source`. For destinations that convert elements, parts
+            wanted: The parts, each of the extent with index `source`. For destinations that convert elements, parts
                 are whole elements.
         """
         found = Extents()

@@ -221,7 +221,7 @@ class PendingIO:
         """Wait until it is done, and return its error, or None. Counts as delivery.
 
         Raises:
-            TimeoutError: It is still under way.
+            TimeoutError: The request is still under way.
         """
         self._refuse_child()
         if not self._request.wait(timeout):

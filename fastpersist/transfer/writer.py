@@ -114,7 +114,7 @@ class Writer:
         sparing: Keep half the requests in flight, unless a depth was tuned or set: enough for the disk, less memory,
             and less load during training.
         shared: Others write to the file meanwhile, such as other ranks.
-        sources: What will be written to a file from its start, if no piece wants a CRC. With the engine "cufile" the
+        sources: The storages of a file that is written from its start without CRCs. With the engine "cufile" the
             ring is then memory of the device on which they lie, so that their bytes need not go through host memory.
 
     Raises:

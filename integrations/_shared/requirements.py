@@ -20,8 +20,8 @@ def require(extra: str, package: str, minimum: str) -> None:
         minimum: The oldest supported release, such as "5.0".
 
     Raises:
-        ImportError: It is not installed.
-        UnsupportedError: It is too old.
+        ImportError: The framework is not installed.
+        UnsupportedError: The framework is too old.
 
     Thread safety: any thread.
     """

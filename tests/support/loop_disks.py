@@ -35,7 +35,7 @@ class LoopDisk:
     """A mounted disk. Use `loop_disk` to make one.
 
     Attributes:
-        directory: Where its file system is mounted.
+        directory: The directory at which its file system is mounted.
     """
 
     def __init__(self, image: Path, directory: Path) -> None:

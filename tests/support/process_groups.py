@@ -44,8 +44,8 @@ class RankEnding:
         result: What the function returned; None if it did not return.
         error_type: The class of what it raised; None if it raised nothing.
         error_text: The `str` of what it raised.
-        error_attributes: Its attributes as far as they can be sent (`rank`, `subject`, `path` …).
-        trace: Its traceback, as text.
+        error_attributes: The attributes of that exception, as far as they can be sent (`rank`, `subject`, `path` …).
+        trace: The traceback of that exception, as text.
         signal: The signal that killed the rank; 0 if none did.
         seconds: How long the function took.
         met: Whether the function was called: the rank had met the others.
@@ -99,7 +99,7 @@ def rank_endings(
     gloo sometimes cannot connect the ranks of a busy machine. Then all are killed and meet once more.
 
     Args:
-        count: How many ranks.
+        count: The number of ranks.
         function: What each of them runs, in a forked process, inside an initialized process group.
         arguments: Arguments for the function.
         timeout_s: The deadline for all of it.

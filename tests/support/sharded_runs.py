@@ -47,7 +47,7 @@ class ShardedRun:
 
     Args:
         mesh: The device mesh of the ranks; None for plain tensors.
-        placements: How they are sharded; None for Shard(0) in each dimension of the mesh.
+        placements: How tensors are sharded; None for Shard(0) in each dimension of the mesh.
         shapes: The shapes of the parameters.
         blank: Make all parameters zeros: a target to load into.
     """

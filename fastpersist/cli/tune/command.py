@@ -196,7 +196,7 @@ class _Found:
         comparison: Comparison of `best` with the defaults.
         loading: The same comparison for loading; None if `best` is not kept.
         writer_count: The number of writers that was compared with the default.
-        writers: That comparison.
+        writers: The comparison of this number with the default.
         run_count: Number of saved files.
         seconds: Duration.
     """

@@ -81,7 +81,7 @@ class Connections:
     Args:
         rank: The rank of this process.
         count: How many ranks there are.
-        owner: Is told what happens.
+        owner: The object that is told what happens.
 
     Attributes:
         lock: Held while connections are served, never while a thread waits; re-entrant, as a signal handler may save.
