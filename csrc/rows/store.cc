@@ -672,7 +672,7 @@ void RowStore::Cache(const Arrival& arrival, const std::byte* bytes) {
   });
 }
 
-// Offer to the cache the other rows in the blocks of a read that a request known ahead will use. `arrival`: of the
+// Offer to the cache the other rows in the blocks of a read that a request known ahead will use. `arrival`: that of the
 // request that planned the read.
 void RowStore::CacheNeighbours(const Arrival& arrival, const RowRead& read, const std::byte* bytes) {
   if (known_.size() == 0) return;

@@ -36,7 +36,7 @@ class Snapshot {
   using Taken = CaptureCore::Taken;
   using Poll = std::function<Status()>;
 
-  // `thread_count`: of threads that share the copy of a large source in host memory.
+  // `thread_count`: the number of threads that share the copy of a large source in host memory.
   explicit Snapshot(std::shared_ptr<Arena> arena, size_t thread_count = 1)
       : arena_(std::move(arena)), thread_count_(thread_count), core_(*arena_) {}
   ~Snapshot() { Close(); }
