@@ -282,7 +282,7 @@ class Checkpointer(Uncopied):
             state: Any object that torch.save takes, usually a dict. It is pickled before this returns.
             rank_state: An object of this process alone (data position, RNG). It gets a file of its own, and load()
                 returns it under the key "rank_state". Each rank may have one.
-            metrics: Numbers by name, for the manifest and for keep_best. With several ranks, the coordinator's count.
+            metrics: Numbers by name, for the manifest and for keep_best. With several ranks, rank 0's are taken.
             overwrite: Replace the step if it exists. A damaged step is always replaced. With several ranks, the
                 coordinator decides.
 

@@ -40,6 +40,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 # The errors of rename() when a directory that is not empty, or a file, has the name.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)  # the last: nothing can have such a name
 _NAME_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
@@ -320,12 +321,10 @@ def _can_be_looked_up(path: str, look: Callable[[str], object]) -> bool:
     with storage_errors("looking up", path):
         try:
             look(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
         except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:  # nothing can have such a name
-                return False
-            raise
+            if error.errno not in _ABSENT:
+                raise
+            return False
     return True
 
 

@@ -106,7 +106,7 @@ def open_rows(
         source: A .npy or safetensors file, a raw one (with `shape` and `dtype`), or a list of pieces, joined by rows.
         tensor: The name of the tensor in a safetensors file; may be left out if the file has only one.
         shape: For raw files: the dimensions; the first may be -1, for as many rows as the file has.
-        dtype: For raw files: the dtype of the elements. Elements of other files are read as this dtype, of one width.
+        dtype: For raw files: the dtype of the elements. For other files: a dtype of the same width.
         offset_bytes: For raw files: where the first row begins.
 
     Raises:

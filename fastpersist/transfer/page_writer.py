@@ -63,7 +63,7 @@ class PageWriter:
             offset_bytes: The offset in the file that they are written to, a multiple of a page.
 
         Raises:
-            ConfigError: The tensor is no such pages, or the offset is no multiple.
+            ConfigError: The tensor is not whole pages, or the offset is no multiple of a page.
         """
         size_bytes = pages.numel()
         if (size_bytes | offset_bytes | pages.data_ptr()) % BLOCK_BYTES:

@@ -132,7 +132,7 @@ def receive_rest(session: Session, fd: int, path: str, rest: ExtentMap) -> None:
         session: The session with rank 0.
         fd: A descriptor of the file, which has its full length.
         path: The path of the file, for messages.
-        rest: The extents that come.
+        rest: The extents that are received.
 
     Raises:
         CoordinationError: Rank 0 sends something else.

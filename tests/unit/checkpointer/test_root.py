@@ -107,7 +107,7 @@ def test_step_is_damaged_if_a_load_has_said_so_until_it_is_saved_again(tmp_path:
     assert (removed, root.unloadable) == ([2], {3})
 
 
-def test_step_that_could_not_be_looked_at_by_a_load_is_saved_again(tmp_path: Path) -> None:
+def test_step_that_a_load_went_back_from_is_damaged_even_if_it_cannot_be_looked_at(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     root = Root(str(tmp_path), RetentionPolicy())
     root.unloadable.add(1)
