@@ -63,6 +63,7 @@ from fastpersist.commit.file_commit import (
 )
 from fastpersist.commit.filesystem import filesystem, storage_errors
 from fastpersist.commit.locks import RootLock, hold_for_reading
+from fastpersist.commit.permissions import Permissions
 from fastpersist.commit.removal import (
     committed_path,
     hidden_path,
@@ -106,11 +107,11 @@ class PendingDirectory:
         sync_s: Seconds that `publish` has spent in syncs.
     """
 
-    def __init__(self, path: str, final_path: str, mode: int | None, fd: int) -> None:
+    def __init__(self, path: str, final_path: str, permissions: Permissions | None, fd: int) -> None:
         self.path = path
         self.final_path = final_path
         self.sync_s = 0.0
-        self._mode = mode
+        self._permissions = permissions
         self._manifest_fd = fd
         self._identity = mark_live(fd, self._manifest_path)
         self._process = os.getpid()
@@ -126,7 +127,7 @@ class PendingDirectory:
         Args:
             path: The final name. Its parent must exist.
             overwrite: Whether to replace a checkpoint that has this name; "foreign": also one without a MANIFEST.json.
-                The new directory then gets the permission bits of the old one, and never has more; without an old one,
+                The new directory then gets the permissions of the old one, and never has more; without an old one,
                 those that mkdir() gives.
             pending_in: A directory of the same file system, where the pending one is made in place of the parent of
                 `path`; everything that dead saves have left there is removed.
@@ -150,21 +151,21 @@ class PendingDirectory:
                     "their final names; choose a directory on the same file system"
                 )
             sweep_directories(pending_in, _ANY_NAME)
-        mode = _check_name(final_path, overwrite)
+        permissions = _check_name(final_path, overwrite)
         for _ in range(_ATTEMPT_COUNT):
             with live_guard(), saving(final_path):
                 pending_path = hidden_path(os.path.join(pending_in or parent, name), "pending")
-                pending = cls._make(pending_path, final_path, mode)
+                pending = cls._make(pending_path, final_path, permissions)
             if pending is not None:
                 return pending
         raise InternalError(f"no pending directory for {final_path} could be made in {_ATTEMPT_COUNT} attempts")
 
     @classmethod
-    def _make(cls, path: str, final_path: str, mode: int | None) -> PendingDirectory | None:
+    def _make(cls, path: str, final_path: str, permissions: Permissions | None) -> PendingDirectory | None:
         """Try step 2; return None if a sweeper was faster."""
         manifest_path = os.path.join(path, MANIFEST_NAME)
         try:
-            filesystem().make_directory(path, 0o777 if mode is None else 0o700)
+            filesystem().make_directory(path, 0o777 if permissions is None else 0o700)
         except StorageError:
             raise
         except BaseException:  # such as Ctrl-C right after the system call
@@ -174,7 +175,7 @@ class PendingDirectory:
         kept = False
         try:
             fd = filesystem().create(manifest_path)
-            pending = cls(path, final_path, mode, fd)
+            pending = cls(path, final_path, permissions, fd)
             free = lock_record(fd, manifest_path) is not Lock.BUSY
             kept = free and filesystem().status(fd, manifest_path).st_nlink == 1
         except StorageError as error:
@@ -304,9 +305,13 @@ class PendingDirectory:
             started_s = time.monotonic()
             filesystem().sync(self._manifest_fd, manifest_path)
             self.sync_s += time.monotonic() - started_s
-        if self._mode is not None:
-            with storage_errors("setting the mode of", self.path):
-                os.chmod(self.path, stat.S_IMODE(os.lstat(self.path).st_mode) & ~0o777 | self._mode)
+        if self._permissions is not None:
+            with storage_errors("opening", self.path):
+                fd = os.open(self.path, _READ_FLAGS | os.O_DIRECTORY)
+            try:
+                self._permissions.give_to(fd, self.path, self.final_path)
+            finally:
+                os.close(fd)
         if durable:
             for name in reversed(directories):
                 self._sync_directory(os.path.join(self.path, name) if name else self.path)
@@ -406,8 +411,8 @@ class PendingDirectory:
             raise InternalError(f"{self.final_path} was published or given up already")
 
 
-def _check_name(path: str, overwrite: Overwrite) -> int | None:
-    """Return the permission bits of the directory that a save to `path` replaces, None when the name is free."""
+def _check_name(path: str, overwrite: Overwrite) -> Permissions | None:
+    """Return the permissions of the directory that a save to `path` replaces, None when the name is free."""
     with storage_errors("looking up", path):
         try:
             status = os.lstat(path)
@@ -426,7 +431,7 @@ def _check_name(path: str, overwrite: Overwrite) -> int | None:
         raise ConfigError(
             f"{path} holds files and no {MANIFEST_NAME}, so it is no checkpoint: remove it, or save elsewhere"
         )
-    return stat.S_IMODE(status.st_mode) & 0o777
+    return Permissions.of(status)
 
 
 def _contents(path: str) -> tuple[list[str], list[str]]:

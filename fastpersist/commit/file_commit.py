@@ -46,6 +46,7 @@ from typing import Literal
 from fastpersist import _native
 from fastpersist.commit.filesystem import absolute_path, close_quietly, filesystem, has_name, storage_errors
 from fastpersist.commit.freeing import freed_later, reserve
+from fastpersist.commit.permissions import Permissions
 from fastpersist.errors import ConfigError, InternalError, StorageError
 
 __all__ = [
@@ -155,16 +156,14 @@ class Target:
 
     Attributes:
         path: The path with symbolic links followed: the file that is replaced.
-        mode: The permission bits for the new file; None if no file is replaced: then open() gives the bits.
-        owner: The user and group of the file that is replaced.
+        permissions: Those of the file that is replaced; None if there is none: then open() gives the new file its own.
         why_not_replaceable: Why a rename cannot put a new file there; None where it can.
         is_protected: This user may write the file, but not replace it. A failure while it is overwritten in place would
             lose the old file, so that is done only on request.
     """
 
     path: str
-    mode: int | None = None
-    owner: tuple[int, int] | None = None
+    permissions: Permissions | None = None
     why_not_replaceable: str | None = None
     is_protected: bool = False
 
@@ -195,12 +194,12 @@ def resolve_target(path: str, *, replace_links: bool = False) -> Target:
             return Target(real)
     if stat.S_ISDIR(status.st_mode):
         raise StorageError(errno.EISDIR, f"cannot save to {path}: it is a directory", path)
-    mode, owner = stat.S_IMODE(status.st_mode) & 0o777, (status.st_uid, status.st_gid)
+    permissions = Permissions.of(status)
     why_not = _why_not_replaceable(real, status, replace_links)
     if why_not is None and _is_protected(real, status):
         why_not = "it belongs to somebody else in a directory with the sticky bit"
-        return Target(real, mode, owner, why_not, is_protected=True)
-    return Target(real, mode, owner, why_not)
+        return Target(real, permissions, why_not, is_protected=True)
+    return Target(real, permissions, why_not)
 
 
 def _why_not_replaceable(path: str, status: os.stat_result, replace_links: bool) -> str | None:
@@ -255,10 +254,11 @@ class PendingFile:
             path = os.path.join(target.directory, hidden_prefix(target.path) + secrets.token_hex(TOKEN_BYTES))
             with _live_guard, saving(target.path):
                 try:
-                    fd = filesystem().create(path, 0o666 if target.mode is None else target.mode & 0o600)
+                    old = target.permissions
+                    fd = filesystem().create(path, 0o666 if old is None else old.mode & 0o600)
                 except StorageError as error:
                     refused = error.errno in _CREATE_REFUSED
-                    if refused and target.mode is not None and os.access(target.path, os.W_OK):
+                    if refused and old is not None and os.access(target.path, os.W_OK):
                         raise ClosedDirectoryError(error.errno, str(error), target.path) from error
                     raise
                 try:
@@ -329,8 +329,8 @@ class PendingFile:
     def _publish(self, size_bytes: int, *, durable: bool) -> None:
         try:
             with saving(self.target.path):
-                if self.target.mode is not None:
-                    self._take_over_permissions()
+                if self.target.permissions is not None:
+                    self.target.permissions.give_to(self.fd, self.path, self.target.path)
                 filesystem().truncate(self.fd, size_bytes, self.path)
                 if durable:
                     started_s = time.monotonic()
@@ -372,22 +372,6 @@ class PendingFile:
         if self.fd >= 0 and self._process == os.getpid():
             with errors_in_log():
                 self._close()
-
-    def _take_over_permissions(self) -> None:
-        """Give the new file the mode of the one it replaces, and its owner where that is allowed, as open() keeps."""
-        mode, owner = self.target.mode, self.target.owner
-        status = filesystem().status(self.fd, self.path)
-        if owner is not None and owner != (status.st_uid, status.st_gid):
-            try:
-                with storage_errors("setting the owner of", self.path):
-                    os.fchown(self.fd, *owner)
-            except StorageError as error:
-                if error.errno not in (errno.EPERM, errno.EACCES):
-                    raise
-                _log.debug("%s: only root may keep the owner of the file that is replaced", self.target.path)
-        if mode is not None and mode != stat.S_IMODE(status.st_mode):
-            with storage_errors("setting the mode of", self.path):
-                os.fchmod(self.fd, mode)
 
     def _close(self) -> None:
         fd, self.fd = self.fd, -1

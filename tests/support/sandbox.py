@@ -57,10 +57,10 @@ def deny_system_calls(*numbers: int) -> None:
             raise OSError(number, f"prctl{arguments}: {os.strerror(number)}")
 
 
-def become_ordinary_user() -> None:
-    """Give up root, for good. Does nothing where we are not root."""
+def become_ordinary_user(*groups: int) -> None:
+    """Give up root, for good, and be a member of `groups` besides one's own. Does nothing where we are not root."""
     if os.geteuid() == 0:
-        os.setgroups([])
+        os.setgroups(groups)
         os.setresgid(_ORDINARY_USER, _ORDINARY_USER, _ORDINARY_USER)
         os.setresuid(_ORDINARY_USER, _ORDINARY_USER, _ORDINARY_USER)
 
