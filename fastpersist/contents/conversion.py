@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,6 +47,10 @@ __all__ = ["Conversion", "Wish", "convert"]
 
 
 _METADATA = {"format": "pt"}
+# The files of a checkpoint that shards replace; the others that its manifest lists, such as a config.json, stay.
+_TENSOR_FILE = re.compile(
+    r".*\.(pt|pth|bin|ckpt|safetensors|distcp|metadata|part-\d{5})|PARTS\.json|COPY\.json", re.DOTALL
+)
 """What transformers looks for in a safetensors file."""
 
 
@@ -250,7 +255,7 @@ def _convert_to_shards(
 
 def _keep_others(directory: DirectorySave, out: str) -> None:
     """Keep what is in a directory beside the checkpoint that is replaced, such as a config.json."""
-    own = set(files_of_ours(out))
+    own = set(filter(_TENSOR_FILE.fullmatch, files_of_ours(out)))
     others = find_others(out, lambda name: name in own or WEIGHTS_NAME.fullmatch(name))
     for name, size_bytes in keep_others(others, out, directory.path):
         directory.add_written(name, size_bytes, None)

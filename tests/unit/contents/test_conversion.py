@@ -224,6 +224,22 @@ def test_other_files_stay_when_shards_are_replaced(tmp_path: Path) -> None:
     assert sorted(os.listdir(out)) == [*kept[:2], "model.safetensors", "tokenizer"]
 
 
+def test_other_files_stay_that_the_manifest_lists_with_checksums(tmp_path: Path) -> None:
+    out = tmp_path / "hf"
+    fp.save({"a": torch.ones(5)}, tmp_path / "a.pt")
+    with fp.DirectorySave(out) as directory:
+        directory.save({"a": 1}, "state.pt")
+        directory.add_bytes("config.json", b"{}")
+        os.mkdir(os.path.join(directory.path, "tokenizer"))
+        Path(directory.path, "tokenizer", "words.txt").write_text("mine")
+        directory.publish().result()
+    converted(tmp_path / "a.pt", out, shard_bytes=1 << 20, overwrite=True)
+    assert sorted(os.listdir(out)) == ["MANIFEST.json", "config.json", "model.safetensors", "tokenizer"]
+    assert (out / "config.json").read_text() == "{}"
+    assert (out / "tokenizer" / "words.txt").read_text() == "mine"
+    assert fp.verify(out).ok
+
+
 def test_a_file_may_be_converted_onto_itself(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"w": torch.ones(3 << 20)}, path)
