@@ -81,6 +81,8 @@ def tell_free(
 ) -> None:
     """Add to a NoSpaceError how much space is free where its file was to be. Call it when the pending file is removed.
 
+    A caller who knows more may call it again: its words then take the place of those of the first call.
+
     Args:
         error: Other errors stay as they are.
         hint: What to do, for the end of the message.
@@ -91,7 +93,7 @@ def tell_free(
     directory = absolute_path(error.filename)
     while not os.path.isdir(directory):
         directory = os.path.dirname(directory)
-    said = [str(error)]
+    said = [vars(error).setdefault("_untold", str(error))]
     if error.errno == errno.ENOSPC:  # statvfs does not know what is left of a quota (EDQUOT)
         with suppress(OSError):
             room = os.statvfs(directory)

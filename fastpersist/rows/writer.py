@@ -374,15 +374,15 @@ class RowWriter(Uncopied):
             try:
                 self._finish()
             except BaseException as failure:
-                self._give_up(failure, note=self._failed)
+                self._give_up(failure)
                 raise
             self._end(keep=False)
             return
-        self._give_up(error, note=True)
+        self._give_up(error)
 
-    def _give_up(self, error: BaseException, *, note: bool) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Remove the unfinished file, or leave it for the next writer; and say in the error what is free then."""
-        if self._resume and note:
+        if self._resume:
             self._note_last_progress()
         is_left = self._resume and self._opened_pending().fd >= 0  # a failed publication removes it
         self._end(keep=self._resume)
@@ -497,9 +497,9 @@ class RowWriter(Uncopied):
             filesystem().sync_directory(self._target.directory)
 
     def _note_last_progress(self) -> None:
-        """Make durable what there is, while an error is on its way."""
+        """Make durable what there is, while an error is on its way; the page of records may hold the header by now."""
         stream = self._stream
-        if stream is None or stream.is_torn or os.getpid() != self._process_id:
+        if stream is None or self._file is None or stream.is_torn or os.getpid() != self._process_id:
             return
         try:
             stream.settle()

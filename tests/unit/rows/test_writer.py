@@ -592,6 +592,20 @@ def test_a_full_disk_says_what_is_free_when_nothing_is_left(tmp_path: Path, resu
     assert hidden_files(tmp_path) == []
 
 
+def test_a_disk_without_room_for_positions_leaves_all_rows(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    with (
+        using(FullAtSync("rows.safetensors")),
+        pytest.raises(NoSpaceError, match=r"disk full; [^;]* are free there, beside the rows that are left[^;]*$"),
+        int32_writer(path, resume=True) as writer,
+    ):
+        writer.append(make_rows(2_000, WIDTH))
+        writer.keep_positions(torch.arange(2_000))
+    with int32_writer(path, resume=True) as writer:
+        assert writer.row_count == 2_000
+    expect_table(path, 2_000)
+
+
 @pytest.mark.parametrize("count", [20_000, 5 * CHUNK_BYTES // ROW_BYTES + 10], ids=["append", "the last flush"])
 @pytest.mark.parametrize("noted_after", [2, 100])
 def test_a_full_disk_where_no_space_can_be_reserved_leaves_what_was_written(
