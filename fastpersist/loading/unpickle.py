@@ -68,6 +68,7 @@ _LOAD_PRIORITY = -7_310_000
 """The priority of our deserializer in torch's registry: before all others, because it answers only to our names."""
 
 _TOKEN_PREFIX = "fastpersist-storage:"
+_REFUSED_GLOBALS = "it names globals that weights_only=True does not allow"
 _running: dict[str, _StorageSupply] = {}
 _load_numbers = itertools.count()
 
@@ -297,7 +298,7 @@ def why_stock(source: CheckpointSource, map_location: MapLocation, weights_only:
     if "torch._utils._rebuild_device_tensor_from_numpy" in source.summary.globals:
         return "it holds tensors of a device whose bytes are inside the pickle"
     if weights_only and not_allowed_globals(source.summary.globals):  # torch raises its own error, before any read
-        return "it names globals that weights_only=True does not allow"
+        return _REFUSED_GLOBALS
     return None
 
 
@@ -520,6 +521,8 @@ def _load_mapped(source: CheckpointSource, map_location: MapLocation, weights_on
     except UnsupportedError as error:
         wanted = str(error)
     if isinstance(wanted, str):
+        if wanted == _REFUSED_GLOBALS:
+            _load_stock(source, wanted, map_location, weights_only)  # raises torch's own error
         raise _no_views(source, wanted)
     if any(item.device.type != "cpu" for item in wanted.values()):
         raise _no_views(source, "map_location, or the file, says that tensors belong to another device than the CPU")

@@ -355,6 +355,8 @@ def _save_in_place(obj: object, path: str, options: FileOptions, why: str, start
     """Let torch write a target that a rename cannot replace; this is not atomic, as torch.save never is."""
     if is_safetensors(path, options.file_format):
         raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
+    if os.path.isfile(path) and not torch.serialization._serialization_tls.skip_data:
+        options.plan(obj, path)  # what cannot be pickled is refused while the old file is still there
     _log.warning("torch.save itself writes %s, in place and without our guarantees: %s", path, why)
     try:
         stock_save(obj, path)

@@ -7,6 +7,7 @@ import io
 import logging
 import mmap
 import os
+import pickle
 import resource
 import stat
 import threading
@@ -199,6 +200,16 @@ def test_hard_linked_file_that_grows_beyond_the_limit_is_named_as_lost(way: str,
         assert caught.value.filename == str(path)
 
     run_in_child(work)
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_hard_linked_file_stays_when_the_new_object_cannot_be_pickled(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save(make_state(1), path)
+    os.link(path, tmp_path / "other.pt")
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        SAVES[way]({"w": torch.ones(3), "f": lambda: 0}, path)
+    assert load_step(path) == load_step(tmp_path / "other.pt") == 1
 
 
 def test_fifo_gets_the_whole_file(tmp_path: Path, caplog: pytest.LogCaptureFixture, leak_check: None) -> None:

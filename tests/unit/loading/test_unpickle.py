@@ -210,6 +210,15 @@ def test_file_that_only_torch_reads_has_no_views(tmp_path: Path) -> None:
         fp.load(path, mmap=True)
 
 
+def test_what_weights_only_refuses_is_refused_with_views_too(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    fp.save({"weight": torch.ones(3), "range": range(3)}, path)
+    for mapped in (False, True):
+        with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL range|builtins\.range"):
+            fp.load(path, mmap=mapped)
+    assert fp.load(path, mmap=True, weights_only=False)["range"] == range(3)
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_truncated_file_has_no_views(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"model{suffix}"
