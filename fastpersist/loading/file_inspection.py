@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from fastpersist.display import html_table, size_text, time_text
 from fastpersist.errors import CorruptionError, UnsupportedError
+from fastpersist.formats import npy
+from fastpersist.formats.foreign import LOOK_BYTES
 from fastpersist.formats.manifest import FileEntry
 from fastpersist.formats.pickle_scan import DTYPE_ITEMSIZE_BYTES, iter_tensors
 from fastpersist.formats.torch_zip import header_damages
@@ -261,14 +263,16 @@ def verify_source(source: CheckpointSource, *, engine: str) -> VerifyReport:
 
 
 def refuse_without_checksums(source: CheckpointSource) -> None:
-    """Refuse a file of torch that nothing here can check, which is no damage.
+    """Refuse a file that nothing here can check, which is no damage.
 
     Raises:
-        UnsupportedError: It is one of an older torch.save, or a TorchScript archive.
+        UnsupportedError: It is one of an older torch.save, a TorchScript archive, or an array of NumPy.
     """
     kind = ""
     if source.kind == "other" and source.is_of_older_torch():
         kind = "a file of an older torch.save, which has no checksums"
+    elif source.kind == "other" and npy.is_npy(source.read_at(0, min(LOOK_BYTES, source.size_bytes))):
+        kind = source.looks_like()
     elif source.kind == "torch_zip" and _is_torchscript(source):
         kind = "a TorchScript archive"
     if kind:

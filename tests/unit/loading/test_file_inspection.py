@@ -363,6 +363,9 @@ def test_files_that_cannot_be_checked_are_not_called_damaged(tmp_path: Path) -> 
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(fp.UnsupportedError, match=r"old.pt cannot be checked: it is a file of an older torch.save"):
         fp.verify(tmp_path / "old.pt")
+    fp.write_rows(tmp_path / "rows.npy", torch.ones(3, 4))
+    with pytest.raises(fp.UnsupportedError, match=r"rows.npy cannot be checked: it is an array of NumPy.*rows verify"):
+        fp.verify(tmp_path / "rows.npy")
     with zipfile.ZipFile(tmp_path / "script.pt", "w", zipfile.ZIP_DEFLATED) as archive:  # as torch.jit.save does
         for name in ("data.pkl", "code/__torch__/linear.py", "constants.pkl"):
             archive.writestr(f"script/{name}", b"x" * 1000)
