@@ -88,7 +88,8 @@ class Config:
 
     Args:
         engine: What `engine="auto"` means; "auto" tries one engine after the other.
-        ring_bytes: Bytes of host memory of the ring; a multiple of `chunk_bytes`, at least four times as much.
+        ring_bytes: Bytes of host memory of the ring; a multiple of `chunk_bytes`, at least four times as much, and not
+            more than the memory of the machine.
         chunk_bytes: Bytes of one request to the kernel; a power of two from 64 KiB to 1 GiB.
         queue_depth: Requests in flight of a transfer, 1 to 4096; None: one per chunk of the ring, half during training.
         threads: Threads of one transfer with a threads engine, up to 1024; 0: queue_depth, but at most 16.
@@ -116,6 +117,11 @@ class Config:
             raise ConfigError(
                 f"FASTPERSIST_RING_BYTES must be a multiple of the chunk ({self.chunk_bytes} bytes) and at least "
                 f"four chunks, not {self.ring_bytes}"
+            )
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self.ring_bytes > host_bytes:
+            raise ConfigError(
+                f"FASTPERSIST_RING_BYTES is {self.ring_bytes}, more than this machine's memory ({host_bytes} bytes)"
             )
         if self.queue_depth is not None and not 1 <= self.queue_depth <= QUEUE_DEPTH_MAX:
             raise ConfigError(f"FASTPERSIST_QUEUE_DEPTH must be from 1 to {QUEUE_DEPTH_MAX}, not {self.queue_depth}")

@@ -771,8 +771,8 @@ class _UnderWay(NamedTuple):
 
 def _ladder(engine: str, fds: Sequence[int]) -> list[str]:
     """Return the engines to try for all files of a table together, best first."""
-    ladders = [engine_ladder(engine, fd) for fd in fds]
-    if engine != "auto" or len(ladders[0]) == 1:
+    ladders = [engine_ladder(engine, fd, for_reading=True, uses_cached=False) for fd in fds]
+    if len(ladders[0]) == 1:
         return ladders[0]
     is_cached = 2 * sum(map(_native.cached_bytes, fds)) > sum(os.fstat(fd).st_size for fd in fds)
     if is_cached or any(ladder[0].endswith("-buffered") for ladder in ladders):

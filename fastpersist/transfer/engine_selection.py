@@ -119,13 +119,14 @@ def require_engine(engine: str) -> str:
     if not isinstance(engine, str):
         raise ConfigError(f'engine must be the name of an engine, or "auto", not {engine!r}')
     check_named_tuning()
+    source = ""
     if engine == "auto":
-        engine = config().engine
+        engine, source = config().engine, "FASTPERSIST_ENGINE: "
     known = _native.engine_names()
     name = engine.removeprefix("fault:") if _native.HAS_FAULT_ENGINE else engine
     if engine != "auto" and name not in known:
         named = ", ".join(one for one in known if one != "null")  # which is only for measurements
-        raise ConfigError(f"there is no engine {engine!r}; known are auto, {named}")
+        raise ConfigError(f"{source}there is no engine {engine!r}; known are auto, {named}")
     if is_cufile(engine):
         gpudirect.prepare()
     return engine
@@ -136,14 +137,19 @@ def is_cufile(engine: str) -> bool:
     return engine.removeprefix("fault:") == "cufile"
 
 
-def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, one_writer: bool = False) -> list[str]:
+def engine_ladder(
+    engine: str, fd: int, *, for_reading: bool = False, uses_cached: bool = True, one_writer: bool = False
+) -> list[str]:
     """Return the engines to try for a file, best first; one name alone never falls back.
+
+    No direct engine follows one that goes through the page cache: requests that were cut for that one may not fit it.
 
     Args:
         engine: What the caller asked for; "auto" is the value of FASTPERSIST_ENGINE, or else the ladder.
         fd: The open file, whose file system decides whether direct I/O is tried, and with what the ladder begins if it
             has a tuning file.
-        for_reading: A file that is mostly in the page cache is then read from there.
+        for_reading: A tuned engine that goes through the page cache is then left out: a tuning measures saving.
+        uses_cached: A file that is read, and is mostly in the page cache, is read from there.
         one_writer: Nobody else writes to the file meanwhile. Direct I/O is then tried on more file systems.
 
     Raises:
@@ -154,12 +160,12 @@ def engine_ladder(engine: str, fd: int, *, for_reading: bool = False, one_writer
         return [engine]
     buffered = _BUFFERED_FILESYSTEMS - _DIRECT_FOR_ONE_WRITER if one_writer else _BUFFERED_FILESYSTEMS
     ladder = ["threads-buffered"] if filesystem_type_name(fd) in buffered else list(AUTO_LADDER)
-    if for_reading and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
+    if for_reading and uses_cached and 2 * _native.cached_bytes(fd) > os.fstat(fd).st_size:
         return ["threads-buffered"]
     wish = config_for(fd).engine_wish
-    # A tuning measures saving. A tuned engine that goes through the page cache may not be the best for loading.
-    if wish and not (for_reading and wish.endswith("-buffered")):
-        ladder = [wish, *(name for name in ladder if name != wish)]
+    is_buffered = wish.endswith("-buffered")
+    if wish and not (for_reading and is_buffered):
+        ladder = [wish, *(name for name in ladder if name != wish and (name.endswith("-buffered") or not is_buffered))]
     return ladder
 
 

@@ -177,8 +177,6 @@ class TensorFile:
         self.chunk_bytes = chunk_bytes or tuned.chunk_bytes
         self.threads = threads or tuned.threads
         ladder = engine_ladder(self._wished_engine, fd, for_reading=self.mode == "r")
-        if ladder[0].endswith("-buffered"):  # a direct engine could not take requests that were cut for it
-            ladder = [name for name in ladder if name.endswith("-buffered")]
         buffered_fd = direct_lock_fd = edge_lock_fd = -1
         if self.mode != "r":
             buffered_fd = reopened(fd, self.path, os.O_RDWR)

@@ -118,6 +118,13 @@ def test_other_rings_are_refused(ring_bytes: int, monkeypatch: pytest.MonkeyPatc
         config()
 
 
+@pytest.mark.parametrize("ring_bytes", [1 << 60, 1 << 65])
+def test_a_ring_that_is_larger_than_the_memory_is_refused(ring_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPERSIST_RING_BYTES", str(ring_bytes))
+    with pytest.raises(ConfigError, match=f"FASTPERSIST_RING_BYTES is {ring_bytes}, more than this machine's memory"):
+        config()
+
+
 @pytest.mark.parametrize(("name", "low", "high"), [("QUEUE_DEPTH", 1, 4096), ("THREADS", 0, 1024)])
 def test_numbers_beyond_the_limits_of_the_engines_are_refused(
     name: str, low: int, high: int, monkeypatch: pytest.MonkeyPatch
@@ -309,6 +316,7 @@ DAMAGED = {
     "an engine for those who name it": b'engine = "cufile"',
     "an odd chunk": b"chunk_bytes = 3000000",
     "an odd ring": b"ring_bytes = 3000000",
+    "a ring larger than the memory": b"ring_bytes = 1152921504606846976",
     "no depth": b"queue_depth = 0",
     "no writers": b"writers = 0",
     "a bottomless list": b"engine = " + b"[" * 60000,
