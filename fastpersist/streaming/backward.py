@@ -38,6 +38,8 @@ class _Used(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
 
 
 class BackwardReads:
@@ -85,7 +87,8 @@ class BackwardReads:
                 if 0 <= from_bytes < weight.tensor.nbytes:
                     if is_changed(weight):  # its values are nowhere else
                         return tensor.detach().clone()
-                    return _Used(unit, weight, from_bytes, tensor.dtype, tensor.shape, tensor.stride())
+                    layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+                    return _Used(unit, weight, from_bytes, *layout)
             # A weight that is read on demand has memory of its own, but loses it when it is unbound.
             return tensor.detach() if isinstance(getattr(tensor, "_weight", None), Weight) else tensor
 
@@ -112,7 +115,9 @@ class BackwardReads:
                 if weight is used.weight:
                     rest = byte_view(values_in(memory, weight, at_bytes))[used.from_bytes :]
                     whole = rest[: rest.numel() // used.dtype.itemsize * used.dtype.itemsize].view(used.dtype)
-                    return whole.as_strided(used.shape, used.stride)
+                    view = whole.as_strided(used.shape, used.stride)
+                    view = view.conj() if used.is_conj else view
+                    return torch._neg_view(view) if used.is_neg else view
         raise InternalError(f"the weight {used.weight.name} was bound for {used.unit.name}, which does not have it")
 
     def _filling_of(self, unit: Unit) -> Filling:

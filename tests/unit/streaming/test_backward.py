@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,36 @@ def test_values_are_converted_for_the_way_back_too(path: Path, inputs: torch.Ten
     with fp.stream(model, path, budget_bytes="20MB", dtype=torch.bfloat16):
         model(given).sum().backward()
     assert given.grad is not None
+    assert torch.equal(given.grad, also.grad)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.Tensor.conj, lambda weight: weight.conj().imag, lambda weight: torch._neg_view(weight).conj()],
+    ids=["conjugate", "negative", "both"],
+)
+def test_lazy_views_of_complex_weights_have_their_gradients(
+    view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    class Complex(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(1100, 1000, dtype=torch.complex64))
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values + values * view(self.weight)[:3]
+
+    torch.manual_seed(0)
+    reference = torch.nn.Sequential(*[Complex() for _ in range(4)]).requires_grad_(False)
+    torch.save(reference.state_dict(), tmp_path / "complex.pt")
+    model = torch.nn.Sequential(*[Complex() for _ in range(4)])
+    given, also = (torch.ones(3, 1000, dtype=view(reference[0].weight).dtype).requires_grad_() for _ in range(2))
+    reference(also).abs().sum().backward()
+    with fp.stream(model, tmp_path / "complex.pt", budget_bytes="27MB") as stream:
+        assert stream.stats().streamed_bytes
+        model(given).abs().sum().backward()
+    assert given.grad is not None
+    assert also.grad is not None
     assert torch.equal(given.grad, also.grad)
 
 
