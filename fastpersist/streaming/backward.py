@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from typing import NamedTuple
+from itertools import islice, starmap
+from typing import Any, NamedTuple
 
 import torch
 
-from fastpersist.errors import ConfigError, InternalError
+from fastpersist.errors import ConfigError, InternalError, UnsupportedError
 from fastpersist.streaming.binding import is_changed
 from fastpersist.streaming.order import UseOrder
 from fastpersist.streaming.reading import Filling, new_memory, start_filling, values_in
@@ -24,7 +24,7 @@ from fastpersist.streaming.source import WeightSource
 from fastpersist.streaming.units import Unit, Weight
 from fastpersist.transfer.tensor_memory import byte_view
 
-__all__ = ["BackwardReads"]
+__all__ = ["BackwardReads", "SavedTensorHooks"]
 
 BoundWeights = Callable[[], Iterable[tuple[Unit, Weight]]]
 
@@ -40,6 +40,42 @@ class _Used(NamedTuple):
     stride: tuple[int, ...]
     is_conj: bool
     is_neg: bool
+
+
+class SavedTensorHooks:
+    """Hooks on the tensors that autograd saves, as `torch.autograd.graph.saved_tensors_hooks` sets them.
+
+    Ctrl-C may come anywhere, but Python runs a signal's handler only between two steps of its own. So torch is called,
+    and the call is noted, in one step.
+
+    Args:
+        pack: The function that autograd calls with a tensor; it keeps the result.
+        unpack: The function that makes a tensor of such a result.
+    """
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._hooks = (pack, unpack)
+        self._entered: list[None] = []  # as long as the number of calls
+        self._left: list[None] = []
+
+    def enter(self) -> None:
+        """Have autograd call the hooks in this thread.
+
+        Raises:
+            UnsupportedError: A transform of torch.func forbids hooks.
+        """
+        try:
+            self._entered.extend(starmap(torch._C._autograd._push_saved_tensors_default_hooks, [self._hooks]))
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"the gradients of streamed weights' inputs need hooks on saved tensors, and none can be set here "
+                f"({error}): use torch.autograd.grad in place of torch.func.grad, vjp and jacrev"
+            ) from error
+
+    def leave(self) -> None:
+        """Have autograd call what it called before; does nothing if it does so already."""
+        more = len(self._entered) - len(self._left)
+        self._left.extend(starmap(torch._C._autograd._pop_saved_tensors_default_hooks, [()] * more))
 
 
 class BackwardReads:
@@ -71,8 +107,8 @@ class BackwardReads:
         self._current: tuple[Unit, Filling] | None = None
         self._next: tuple[Unit, Filling] | None = None
 
-    def saving(self, bound: BoundWeights) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context in which autograd keeps no values of weights.
+    def saving(self, bound: BoundWeights) -> SavedTensorHooks:
+        """Return the hooks by which autograd keeps no values of weights.
 
         Args:
             bound: Yields the streamed weights that have values at the moment.
@@ -95,7 +131,7 @@ class BackwardReads:
         def unpack(kept: torch.Tensor | _Used) -> torch.Tensor:
             return kept if isinstance(kept, torch.Tensor) else self._values(kept)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return SavedTensorHooks(pack, unpack)
 
     def forget(self) -> None:
         """Free the memory of the last backward pass; called when another forward begins."""

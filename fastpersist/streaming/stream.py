@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from fastpersist.arguments import byte_count, local_path
 from fastpersist.errors import ConfigError, StorageError, UnsupportedError
-from fastpersist.streaming.backward import BackwardReads
+from fastpersist.streaming.backward import BackwardReads, SavedTensorHooks
 from fastpersist.streaming.binding import bind, is_bound, is_changed, keep, plainly, unbind
 from fastpersist.streaming.guards import put_guards, take_guards_away
 from fastpersist.streaming.matching import Names, match, put_in_place
@@ -169,7 +169,7 @@ class _Entered(NamedTuple):
     """A unit whose forward runs, and what autograd was told for that time."""
 
     unit: Unit
-    saving: torch.autograd.graph.saved_tensors_hooks | None
+    saving: SavedTensorHooks | None
 
 
 class WeightStream:
@@ -480,17 +480,11 @@ class WeightStream:
                     self._wait(filling)
                     if unit.number not in self._bound:
                         self._bind(unit, filling)
-            saving = None
             # In residents, too: weights that are read on demand are bound while these use them.
-            if torch.is_grad_enabled():
-                saving = self._backward.saving(self._streamed_and_bound)
-                try:
-                    saving.__enter__()
-                except RuntimeError as error:
-                    raise UnsupportedError(
-                        f"the gradients of streamed weights' inputs need hooks on saved tensors, and none can be set "
-                        f"here ({error}): use torch.autograd.grad in place of torch.func.grad, vjp and jacrev"
-                    ) from error
+            saving = self._backward.saving(self._streamed_and_bound) if torch.is_grad_enabled() else None
+            self._stack.append(_Entered(unit, saving))  # from here on `_unwind` finishes the unit
+            if saving is not None:
+                saving.enter()
         except BaseException as error:
             if not self._is_entered(unit):
                 self._take_away(unit)
@@ -498,7 +492,6 @@ class WeightStream:
                 self._prefetch.forget(self._bound)
             self._end_turn()
             raise
-        self._stack.append(_Entered(unit, saving))
 
     def _leave(self, unit: Unit, output: Any) -> Any:
         """Unbind weights that do not stay, and have their place refilled. Returns the output without views of the ring.
@@ -536,9 +529,10 @@ class WeightStream:
 
     def _finish_last(self) -> None:
         """Take the last unit from the stack, and its weights away, unless they stay."""
-        unit, saving = self._stack.pop()
+        unit, saving = self._stack[-1]
         if saving is not None and self._holder == threading.get_ident():  # it is that thread's alone
-            saving.__exit__(None, None, None)
+            saving.leave()
+        self._stack.pop()
         if self._is_entered(unit):  # it calls itself
             return
         if unit.number not in self._prefetch.residents or self._has_changed_parameters(unit):

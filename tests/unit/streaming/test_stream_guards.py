@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 import warnings
@@ -113,8 +114,19 @@ def test_after_ctrl_c_another_thread_works_too(name: str, path: Path, expected: 
         expect_same(run_once(model), expected)
 
 
-def interrupt(model: nn.Module, moment: int) -> int:
+def interrupt(
+    model: nn.Module,
+    moment: int,
+    run: Callable[[nn.Module], object] = run_once,
+    inside: str = "/fastpersist/streaming/",
+) -> int:
     """Run a model, with Ctrl-C at one of the moments at which Python looks for signals in the stream's own code.
+
+    Args:
+        model: The model.
+        moment: The number of the moment; 0 for none.
+        run: The function that runs the model.
+        inside: The functions in which moments count, as a regular expression that is searched in "path:name".
 
     Returns:
         How many such moments there were.
@@ -129,7 +141,8 @@ def interrupt(model: nn.Module, moment: int) -> int:
         has_entered = sys.version_info >= (3, 14) and getattr(argument, "__name__", "") == "__enter__"
         if goes_on or has_entered:
             return
-        if event in ("call", "c_return") and "/fastpersist/streaming/" in frame.f_code.co_filename:
+        code = frame.f_code
+        if event in ("call", "c_return") and re.search(inside, f"{code.co_filename}:{code.co_name}"):
             count += 1
             if count == moment:
                 sys.setprofile(None)
@@ -138,7 +151,7 @@ def interrupt(model: nn.Module, moment: int) -> int:
     with suppress(KeyboardInterrupt):
         sys.setprofile(look)
         try:
-            run_once(model)
+            run(model)
         finally:
             sys.setprofile(None)
     return count
@@ -156,6 +169,29 @@ def test_wherever_ctrl_c_comes_the_next_call_works(tmp_path: Path) -> None:
         for moment in range(1, count + 1, 29):
             interrupt(model, moment)
             expect_same(run_once(model), expected)
+
+
+def test_wherever_ctrl_c_comes_the_hooks_of_the_caller_are_as_they_were(tmp_path: Path) -> None:
+    path = save_weights(Blocks(1), tmp_path / "model.safetensors")
+    model = on_meta(Blocks(1))
+    kept: list[torch.Tensor] = []
+    places = r"/streaming/.*:(_enter|_finish_last|enter|leave)$|/torch/autograd/graph.py:__(enter|exit)__$"
+
+    def run(model: nn.Module) -> None:
+        model(IDS)
+
+    with (
+        fp.stream(model, path, budget_bytes=least_budget(lambda: on_meta(Blocks(1)), path)),
+        torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each),
+    ):
+        run(model)
+        count = interrupt(model, 0, run, places)
+        assert count > 20
+        for moment in range(1, count + 1):
+            interrupt(model, moment, run, places)
+            kept.clear()
+            torch.ones(2, requires_grad=True).square()
+            assert len(kept) == 1, moment
 
 
 def test_after_ctrl_c_a_part_of_the_unit_computes_with_its_own_weights(tmp_path: Path) -> None:
