@@ -51,7 +51,7 @@ def match(
 
     Raises:
         ConfigError: The model and the source do not fit; the message lists what is wrong.
-        UnsupportedError: A parameter is of a class that has its values elsewhere.
+        UnsupportedError: A parameter is of a class that has its values elsewhere, or each use changes it.
     """
     problems = list(source.problems)
     found: list[tuple[_Tensor, tuple[Place, ...], torch.dtype]] = []
@@ -87,6 +87,8 @@ def _tensors_of(model: torch.nn.Module) -> list[_Tensor]:
                 f"{prefix or 'the model'} has hooks of accelerate (device_map, cpu_offload, …), which move its "
                 "weights, too: build the model without them"
             )
+        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
+            raise UnsupportedError(f"{prefix} has max_norm, so each use changes its weight, which stays on disk")
         for registry, is_buffer in ((module._parameters, False), (module._buffers, True)):
             for local, tensor in registry.items():
                 if tensor is None:

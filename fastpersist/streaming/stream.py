@@ -139,7 +139,8 @@ def stream(
         UnsupportedError: A format or a kind of parameter that cannot be streamed; the message says what to do.
         CheckpointNotFoundError, FormatError, StorageError: The source cannot be read.
 
-    Thread safety: any thread; forwards take turns, unit by unit.
+    Thread safety: any thread may call the model, or modules that are units; one call at a time runs. A weight that is
+    used outside of such a call needs a lock of yours while other threads call.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model is a torch.nn.Module, not a {type(model).__name__}")
@@ -149,10 +150,10 @@ def stream(
     path = local_path(source, "source")
     require_engine(engine)
     if budget_bytes == "auto":
-        budget = _free_bytes(place) * 3 // 5
+        free_bytes = available_host_bytes() if place.type == "cpu" else torch.cuda.mem_get_info(place)[0]
+        budget = free_bytes * 3 // 5
     else:
         budget = byte_count(budget_bytes, "budget_bytes", auto_allowed=True)
-    _refuse_changing_embeddings(model)
     opened = WeightSource(path, engine=engine)
     try:
         made = WeightStream(opened, budget, place, verify=verify)
@@ -204,6 +205,7 @@ class WeightStream:
         self._changed: list[str] = []  # parameters whose change by a forward was lost
         self._turn = threading.Condition()
         self._holder: int | None = None  # the thread whose turn it is
+        self._call_depth = 0  # inside how many calls of the model and of units it is
         self._chosen = Residency(frozenset(), 0, 0)
         self._pass_count = self._on_demand_count = self._on_demand_bytes = 0
         self._stall_s = 0.0
@@ -264,6 +266,7 @@ class WeightStream:
         for unit in self._units:
             unit.module.__dict__.pop("_call_impl", None)
         if self._model is not None:
+            self._model.__dict__.pop("_call_impl", None)
             take_guards_away(self._model)
         for weight in self._weights:
             if is_bound(weight) and weight.name not in self._small:
@@ -396,6 +399,8 @@ class WeightStream:
         self._hooks.append(model.register_forward_pre_hook(begin_pass))
         for unit in self._units:
             self._hooks += _hooks_of(self, unit)
+        for module in (model, *(unit.module for unit in self._units)):
+            _guard_calls(self, module)
         without_values = [weight for weight in self._weights if weight.name not in self._small]
         self._hooks += put_guards(model, without_values, self._source.path)
 
@@ -465,10 +470,9 @@ class WeightStream:
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call] # torch has no types for it
             raise ConfigError(f"torch.jit.trace would record the memory of weights that {self!r} binds for a moment")
         self._take_turn()
-        if self._closing:
-            self._end_turn()
-            raise ConfigError(f"{unit.name or 'the model'} has no values: {self!r} is closed")
         try:
+            if self._closing:
+                raise ConfigError(f"{unit.name or 'the model'} has no values: {self!r} is closed")
             if not self._stack:
                 self._look_for_a_better_choice(unit)
                 _refuse_changed(self._changed)
@@ -514,17 +518,24 @@ class WeightStream:
         _refuse_changed(changed)
         return output
 
-    def _depth(self) -> int:
-        """Return inside how many units this thread is."""
-        return len(self._stack) if self._holder == threading.get_ident() else 0
+    def _depths(self) -> tuple[int, int]:
+        """Return inside how many units this thread is, and inside how many calls of the model and of units."""
+        return (len(self._stack), self._call_depth) if self._holder == threading.get_ident() else (0, 0)
 
-    def _unwind(self, depth: int) -> None:
-        """Finish units, after an error or Ctrl-C, until this thread is inside only so many."""
+    def _begin_call(self) -> None:
+        """Take the turn for a whole call: the model may use weights between the forwards of its units, too."""
+        self._refuse_fork()
+        self._take_turn()
+        self._call_depth += 1
+
+    def _unwind(self, depth: int, call_depth: int) -> None:
+        """Finish units and calls, perhaps after an error or Ctrl-C, until this thread is inside only so many."""
         if self._holder == threading.get_ident():
             try:
                 while len(self._stack) > depth:
                     self._finish_last()
             finally:
+                self._call_depth = call_depth
                 self._end_turn()
 
     def _finish_last(self) -> None:
@@ -623,7 +634,7 @@ class WeightStream:
 
     def is_inside(self) -> bool:
         """Tell whether this thread runs the forward of a unit."""
-        return bool(self._depth())
+        return self._depths()[0] > 0
 
     def read_rows(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of these ids, of shape ids.shape + weight.shape[1:]."""
@@ -635,11 +646,6 @@ class WeightStream:
         self._stall_s += perf_counter() - started
         self._on_demand_bytes += read_bytes
         return rows
-
-    def _drop_on_demand(self) -> None:
-        for weight in self._on_demand:
-            self._unbind(weight)
-        self._on_demand.clear()
 
     def _refuse_use(self, weight: Weight) -> None:
         if self._closed:
@@ -653,20 +659,22 @@ class WeightStream:
     # --- turns
 
     def _take_turn(self) -> None:
-        """Wait until no other thread is inside a unit."""
+        """Wait until no other thread is inside a call of the model or of a unit."""
         with self._turn:
             self._turn.wait_for(lambda: self._holder in (None, threading.get_ident()))
             self._holder = threading.get_ident()
 
     def _end_turn(self) -> list[str]:
-        """Let another thread have its turn, unless this one is inside a unit. Returns what has lost a change."""
+        """Let another thread have its turn, unless this one is inside a call. Returns what has lost a change."""
         if not self._stack:
-            self._drop_on_demand()
+            for weight in self._on_demand:
+                self._unbind(weight)
+            self._on_demand.clear()
         changed, self._changed = self._changed, []
-        if not self._stack:
+        if not self._stack and not self._call_depth:
             with self._turn:
+                self._turn.notify_all()  # Ctrl-C may end the wait of one of them, or come here
                 self._holder = None
-                self._turn.notify()
         return changed
 
     # --- outputs
@@ -725,10 +733,6 @@ def _device_of(device: str | torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
-def _free_bytes(device: torch.device) -> int:
-    return available_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-
-
 # --------------------------------------------------------------------------------------------------- of a model
 
 
@@ -747,22 +751,29 @@ def _hooks_of(owner: WeightStream, unit: Unit) -> list[torch.utils.hooks.Removab
     def leave(module: torch.nn.Module, arguments: object, output: Any) -> Any:
         return owner._leave(unit, output)
 
-    depth_of, unwind = untraced(owner._depth), untraced(owner._unwind)
-
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        depth = depth_of()
-        try:
-            return type(unit.module)._call_impl(unit.module, *arguments, **keywords)
-        except BaseException:  # no hook behind the forward runs
-            unwind(depth)
-            raise
-
-    unit.module.__dict__["_call_impl"] = call  # others wrap `forward`, and look at its signature
     # Our pre-hook comes first, so other pre-hooks see the weights. Hooks that run after our forward hook do not.
     return [
         unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(leave),
     ]
+
+
+def _guard_calls(owner: WeightStream, module: torch.nn.Module) -> None:
+    """Let the thread that calls a module have its turn until the call ends, in whatever way."""
+    depths, begin, unwind = untraced(owner._depths), untraced(owner._begin_call), untraced(owner._unwind)
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        before = depths()
+        try:
+            begin()
+            output = type(module)._call_impl(module, *arguments, **keywords)
+            unwind(*before)
+        except BaseException:  # no hook behind the forward runs; or Ctrl-C came behind it
+            unwind(*before)
+            raise
+        return output
+
+    module.__dict__["_call_impl"] = call  # others wrap `forward`, and look at its signature
 
 
 def _refuse_changed(names: Sequence[str]) -> None:
@@ -772,12 +783,6 @@ def _refuse_changed(names: Sequence[str]) -> None:
             "the change is lost, and the results of this forward are not to be used; let it change a copy, or load the "
             "model instead"
         )
-
-
-def _refuse_changing_embeddings(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding) and module.max_norm is not None:
-            raise UnsupportedError(f"{name} has max_norm, so each use changes its weight, which stays on disk")
 
 
 def _embedding_weights(model: torch.nn.Module) -> tuple[set[int], set[int]]:

@@ -384,6 +384,60 @@ def expect_waiting(future: Future[Any]) -> None:
     assert not future.done()
 
 
+class Functional(nn.Module):
+    """It has no weights of its own, and uses those of its children outside of their forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+        self.pause: Callable[[], object] = lambda: None
+
+    def forward(self, x: torch.Tensor, again: int = 0) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        pause, self.pause = self.pause, lambda: None
+        pause()
+        if again:
+            x = self(x, again - 1)
+        for layer in self.layers:
+            x = torch.tanh(nn.functional.linear(x, layer.weight.t()))
+        return x
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("again", [0, 2])
+def test_a_thread_waits_until_the_call_of_the_model_ends(
+    again: int, error: type[BaseException] | None, tmp_path: Path
+) -> None:
+    """Also between the forwards of units: the model uses their weights there."""
+    path = save_weights(Functional(), tmp_path / "model.safetensors")
+    model, whole, x = on_meta(Functional()), loaded_whole(Functional(), path), torch.randn(3, 64)
+    inside, may_go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        inside.set()
+        assert may_go_on.wait(60)
+        if error:
+            raise error("sprung")
+
+    with fp.stream(model, path, budget_bytes=least_budget(lambda: on_meta(Functional()), path)):
+        model.pause = pause
+        first = in_thread(lambda: model(x, again).detach())
+        assert inside.wait(60)
+        others = [in_thread(lambda: model(x, again).detach()) for _ in range(2)]
+        for other in others:
+            expect_waiting(other)
+        may_go_on.set()
+        expected = whole(x, again).detach()
+        if error:
+            with pytest.raises(error, match="sprung"):
+                first.result(60)
+        else:
+            expect_same(first.result(60), expected)
+        for other in others:
+            expect_same(other.result(60), expected)
+
+
 def test_close_waits_for_the_module_that_runs_and_ends_the_forward_at_the_next(
     path: Path, expected: torch.Tensor, budget: int
 ) -> None:
