@@ -50,6 +50,7 @@ __all__ = ["StreamStats", "WeightStream", "stream"]
 _log = logging.getLogger("fastpersist")
 
 _SMALL_BYTES = 1 << 20  # buffers below it are in memory, and embeddings below it are read whole
+_STATISTICS = ("running_mean", "running_var")  # in memory, too: batch_norm changes them, and torch does not count it
 _UNIT_BYTES_MIN = 8 << 20
 _UNIT_BYTES_MAX = 64 << 20  # the first pass computes one unit while it reads the next ones
 _RANKED_PASS = 7  # by then an encoder was used less often than a decoder
@@ -292,7 +293,8 @@ class WeightStream:
     def _begin(self, model: torch.nn.Module, weights: Sequence[Weight]) -> None:
         """Choose units, residents and ring, and put the hooks in their places."""
         self._weights = list(weights)
-        small = [each for each in weights if each.bound_class is torch.Tensor and each.file_bytes < _SMALL_BYTES]
+        buffers = [each for each in weights if each.bound_class is torch.Tensor]
+        small = [each for each in buffers if each.file_bytes < _SMALL_BYTES or each.places[0][1] in _STATISTICS]
         self._small = {weight.name for weight in small}
         of_units = {id(each.found): each for each in weights if each.name not in self._small}
         limit_bytes = min(max(_UNIT_BYTES_MIN, self._budget_bytes // 16), _UNIT_BYTES_MAX)
@@ -371,7 +373,7 @@ class WeightStream:
         return choose_residents(sizes, [unit.must_stay for unit in units], self._budget_bytes - reserve_bytes, uses)
 
     def _read_small(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
-        """Read small buffers, which stay in memory; return their values by name."""
+        """Read small buffers and statistics, which stay in memory; return their values by name."""
         blocks = self._blocks_of(weights)
         memory = [new_memory(block.size_bytes, self._device) for block in blocks]
         start_filling(self._source, blocks, memory, None).wait()

@@ -78,6 +78,24 @@ def streamed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
         each.close()
 
 
+def test_running_statistics_keep_what_training_changed_though_torch_does_not_count_it(
+    streamed: Callable[[Any], Any],
+) -> None:
+    def norms() -> nn.Module:
+        return nn.Sequential(*[nn.BatchNorm1d(500) for _ in range(8)])
+
+    model, whole, _ = streamed(norms)
+    with torch.no_grad():
+        for is_training in (True, True, False, True, False):
+            for each in (model, whole):
+                each.train(is_training)
+            input = torch.randn(3, 500, 4)
+            expect_same(model(input), whole(input))
+    for layer, expected in zip(model, whole, strict=True):
+        expect_same(layer.running_mean, expected.running_mean)
+        expect_same(layer.running_var, expected.running_var)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_buffer_keeps_what_a_forward_changed(
     streamed: Callable[[Any], Any], mode: Callable[[], AbstractContextManager[None]]
