@@ -18,6 +18,9 @@ A rank that fails notifies the coordinator, which notifies all followers. The co
 a follower reports. An unacknowledged report may be lost with the connection, so the follower sends it again over the
 next one. When a follower reconnects, the coordinator sends it all failures. A lost connection fails all sessions that
 were begun and are not over; the follower connects again at once.
+
+If a signal handler raises at the wrong moment in save(), nobody holds the session any more, and nobody has ended it.
+The rank finds that out when another one asks it for that session (pulse), and fails it.
 """
 
 from __future__ import annotations
@@ -104,6 +107,7 @@ class Ranks:
         # The coordinator gives up first, so that it can still tell the followers who was silent.
         self.patience_s = timeout_s if rank else timeout_s - min(5.0, timeout_s / 5)
         self._begun = 0
+        self._unended: set[int] = set()  # sessions that this rank has begun, and neither finished nor failed
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # messages of sessions that this rank has not begun
         self._failures: dict[int, Failure] = {}  # by session: begun or not, and of the last ones that are over
@@ -236,6 +240,7 @@ class Ranks:
         with self.connections.lock:
             self.connections.take_connections()  # again, if this process had too many open files before
             self.connections.catch_up()  # a connection that is lost now was lost before this session
+            self._unended.add(self._begun + 1)  # first: a signal handler may raise between any two of these lines
             self._begun += 1
             session = Session(self, self._begun, subject)
             session.failure = self._failures.get(self._begun)
@@ -272,6 +277,7 @@ class Ranks:
         """See `Line`; so do the methods below."""
         with self.connections.lock:
             self._sessions.pop(session.number, None)
+            self._unended.discard(session.number)
 
     def have_told(self, session: Session, since_s: float) -> bool:
         """Tell whether each follower has sent something in a session, or never will."""
@@ -305,7 +311,7 @@ class Ranks:
                 connections.connect(_FAREWELL_S)  # a new connection tells rank 0 what was not acknowledged
         with connections.lock:
             if session.failure is None:
-                self._fail(session, failure)
+                self._fail(session.number, failure)
                 connections.changed.notify_all()
         connections.flush(_FAREWELL_S)
 
@@ -341,10 +347,12 @@ class Ranks:
             self._untold.pop(number, None)
         elif kind == PULSE:
             self.connections.send(frame(ALIVE), [rank])
+            if session is None and number <= self._begun and number in self._unended and number not in self._failures:
+                self._fail(number, Failure(self.rank, "failed", "its call was interrupted before it could tell why"))
             if session is not None and session.waits_for_one_that_waits(rank):
                 follower = rank or self.rank
                 text = f"rank {follower} and rank 0 waited for each other for {self.patience_s:g} s"
-                self._fail(session, Failure(follower, "silent", text))
+                self._fail(number, Failure(follower, "silent", text))
         elif kind in (MESSAGE, ASK, OFFER) and session is not None:
             session.arrive(rank, kind, payload)
         elif kind in (MESSAGE, ASK, OFFER) and number > self._begun:
@@ -394,18 +402,18 @@ class Ranks:
                     self._untold[number] = Failure(self.rank, "gone", "it had lost its connection to rank 0")
                 self._record(number, failure, rank)
 
-    def _fail(self, session: Session, failure: Failure) -> None:
+    def _fail(self, number: int, failure: Failure) -> None:
         """Note the failure of a session that this rank has found out, and tell the others."""
-        self._record(session.number, failure)
-        session.failure = failure
+        self._record(number, failure)
         if self.rank:
-            self._untold[session.number] = failure
-            self.connections.send(failure.frame(session.number), [0])
+            self._untold[number] = failure
+            self.connections.send(failure.frame(number), [0])
 
     def _record(self, number: int, failure: Failure, told_by: int = 0) -> None:
         """Note the first failure of a session; the coordinator passes it on."""
         session = self._sessions.get(number)
-        if number in self._failures or (session is None and number <= self._begun):
+        is_over = session is None and number <= self._begun and number not in self._unended
+        if is_over or number in self._failures:
             return
         if session is not None and session.is_settled and told_by:
             return

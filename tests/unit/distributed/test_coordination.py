@@ -174,6 +174,48 @@ def test_the_first_of_two_failures_ahead_of_the_others_is_the_one_they_hear_of()
             assert_failed(caught.value, 2, "no room")
 
 
+# --- a rank drops a session: save() was interrupted by the exception of a signal handler
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_session_that_a_rank_has_begun_and_dropped_fails_on_the_others(
+    culprit: int, is_made: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_arguments: object) -> Session:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(coordination, "_PULSE_S", 0.05)
+    with ranks_in_threads(3) as ranks:
+        rest = [one.begin(SUBJECT) for rank, one in enumerate(ranks) if rank != culprit]
+        if is_made:
+            ranks[culprit].begin(SUBJECT)  # nobody holds it
+        else:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(coordination, "Session", interrupted)
+                ranks[culprit].begin(SUBJECT)
+        for outcome in say_all(rest):
+            assert_failed(outcome, culprit, "its call was interrupted")
+        assert_went_well(say_all(begin(ranks)))
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_to_be_asked_for_a_session_that_is_over_or_not_begun_makes_none_fail(asked: int) -> None:
+    with ranks_in_threads(2) as ranks:
+        first, other = begin(ranks)
+        first.answer(b"end")
+        (first, other)[asked].finish()
+        ahead = ranks[1 - asked].begin("step 2")
+        for number in (first.number, ahead.number):
+            ranks[1 - asked].connections.send(frames.frame(frames.PULSE, number), [asked])
+        late = ranks[asked].begin("step 2")
+        assert_went_well(say_all(sorted([late, ahead], key=lambda session: session.rank)))
+        assert [one._failures for one in ranks] == [{}, {}]
+        if asked == 0:
+            assert other.hear() == b"end"
+        (first, other)[1 - asked].check()
+
+
 # --- meeting
 
 
