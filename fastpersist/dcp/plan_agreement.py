@@ -250,7 +250,8 @@ class SharedPlans:
             if hello.get("label") != label:
                 raise CoordinationError(
                     f"the ranks do not save the same in the same order: rank 0 is at {label}, rank {rank} at "
-                    f"{hello.get('label')}. All ranks save equally often, with the same steps or names"
+                    f"{hello.get('label')}. All ranks save equally often, with the same steps or names. After a "
+                    "missed call: rebind(group) of the Checkpointer on all ranks, or a new process group"
                 )
         holds = bool(self._version) and all(hello.get("version") == self._version for hello in hellos[1:])
         holds = holds and _are_alike([_joint(self._common, sums), *(hello.get("sums") or {} for hello in hellos[1:])])

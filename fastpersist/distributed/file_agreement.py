@@ -59,7 +59,8 @@ def agree_on_plans(
         if other.get("name") != plan["name"]:
             raise CoordinationError(
                 f"the ranks do not save the same in the same order: rank 0 is at {plan['name']}, rank {rank} at "
-                f"{other.get('name')}. All ranks save equally often, with the same steps or names"
+                f"{other.get('name')}. All ranks save equally often, with the same steps or names. After a "
+                "missed call: rebind(group) of the Checkpointer on all ranks, or a new process group"
             )
     for rank, other in enumerate(told):
         if other.get("writers") != plan["writers"]:

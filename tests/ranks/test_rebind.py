@@ -128,6 +128,23 @@ def test_ranks_that_come_back_take_part_again(tmp_path: Path, order: list[int]) 
         assert_same(fp.Checkpointer(root).load(step), Run(SIZES).advance(step).state())
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_that_no_longer_count_alike_save_again_with_a_new_group(tmp_path: Path, sharded: bool) -> None:
+    def work(rank: int, count: int) -> Any:
+        state = {"weights": torch.ones(4)}
+        with fp.Checkpointer(tmp_path, process_group=dist.group.WORLD, sharded=sharded) as checkpoints:
+            checkpoints.save(1, state).result()
+            for step in (2 + rank, 3 + rank):  # rank 1 has missed a call
+                with pytest.raises(fp.CoordinationError, match=r"missed call: rebind\(group\)"):
+                    checkpoints.save(step, state).result()
+                dist.barrier()
+            checkpoints.rebind(dist.group.WORLD)
+            checkpoints.save(5, state).result()
+            return checkpoints.steps()
+
+    assert run_ranks(2, work) == [[1, 5]] * 2
+
+
 def test_process_that_is_left_alone_goes_on_alone(tmp_path: Path) -> None:
     def work(rank: int, count: int) -> Any:
         run = Run(SIZES)
