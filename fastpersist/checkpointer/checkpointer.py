@@ -562,6 +562,7 @@ class Checkpointer(Uncopied):
     def _resumed_from(self, step: int) -> None:
         if self._process == os.getpid():  # a forked child, which may load, removes nothing
             self._root.resumed_from(step)
+            self._bound.resumed = step
 
     def discard_after(self, step: int) -> list[int]:
         """Remove all steps with greater numbers, for good: go back to a step and drop what came after it.

@@ -81,6 +81,7 @@ class BoundRanks:
         stores: What is known of the file systems that the ranks see.
         writers: The ranks that write what is cut, in order; with copies: for each rank, the writers of its store.
         newest_begun: The last step that the ranks have begun to save; None before the first.
+        resumed: The last step that the ranks have loaded; None before the first.
 
     Raises:
         ConfigError, PeerError, CoordinationError: As `meet_ranks`.
@@ -106,6 +107,7 @@ class BoundRanks:
         self._process_group = None if self.ranks is None else process_group
         self.stores = Stores(own_root, node_local)
         self.newest_begun: int | None = None
+        self.resumed: int | None = None
         self._path = path
         self._wanted_writers = writers
         self._tuned_count = tuned_count

@@ -69,7 +69,7 @@ class StepSaves:
     def is_saved(self, step: int) -> bool:
         """Tell whether a step is being saved, or is committed and not known to be damaged."""
         if self.bound.ranks is not None:  # the same on all of them, whatever they see of the root
-            return step == self.bound.newest_begun
+            return step in (self.bound.newest_begun, self.bound.resumed)
         if any(pending.stats.step == step for pending in self._queue.unfinished()):
             return True
         return committed_path(self._root.path, step_name(step)) is not None and not self._root.is_damaged(step)

@@ -154,6 +154,39 @@ def test_poll_is_the_occasion_without_an_optimizer(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == first
 
 
+@pytest.mark.parametrize("looks_back", [False, True])
+def test_step_that_was_resumed_from_is_saved_already(tmp_path: Path, looks_back: bool) -> None:
+    def work(rank: int, count: int) -> Any:
+        run = Run(SIZES)
+        handler = Told(run)
+        with checkpoints_at(tmp_path, run) as checkpoints:
+            for _ in range(2):
+                run.advance()
+                checkpoints.save(run.step, run.state()).result()
+        with fp.Checkpointer(tmp_path, process_group=dist.group.WORLD) as checkpoints:
+            checkpoints.load(into=run.targets())
+            if looks_back:
+                run.advance()
+                checkpoints.save(run.step, run.state()).result()
+                checkpoints.load(1)  # only to look at it
+            checkpoints.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+            if rank == 0:
+                send()
+            occasion_count = 0
+            while not handler.steps and run.step < 30:
+                together()
+                occasion_count += 1
+                if occasion_count % 4 == 0:  # as with micro-batches
+                    run.advance()
+                checkpoints.poll()
+        return handler.steps
+
+    first, other = run_ranks(2, work)
+    assert first == other
+    assert first > [3 if looks_back else 2]
+    assert saved_steps(tmp_path) == [1, 2, *([3] if looks_back else []), *first]
+
+
 def test_ranks_that_do_not_wait_for_each_other_find_a_step_too(tmp_path: Path) -> None:
     """Without a collective in each step, one rank may be far ahead: it is beyond the first steps that are named."""
 
