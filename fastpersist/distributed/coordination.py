@@ -347,7 +347,7 @@ class Ranks:
             self._untold.pop(number, None)
         elif kind == PULSE:
             self.connections.send(frame(ALIVE), [rank])
-            if session is None and number <= self._begun and number in self._unended and number not in self._failures:
+            if session is None and number <= self._begun and number in self._unended:
                 self._fail(number, Failure(self.rank, "failed", "its call was interrupted before it could tell why"))
             if session is not None and session.waits_for_one_that_waits(rank):
                 follower = rank or self.rank
@@ -418,6 +418,7 @@ class Ranks:
         if session is not None and session.is_settled and told_by:
             return
         self._failures[number] = failure
+        self._unended.discard(number)
         if session is not None:
             session.failure = session.failure or failure
         if self.rank == 0:

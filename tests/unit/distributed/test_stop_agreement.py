@@ -83,15 +83,23 @@ def test_each_learns_of_the_signals_of_all(ranks: list[Ranks]) -> None:
 def test_ranks_far_apart_find_an_occasion_that_none_has_passed(
     ranks: list[Ranks], slow: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others run ahead as far as they can: until the slow one has to answer."""
+    """The others run ahead, by 30 occasions: collective calls let nobody get further."""
     monkeypatch.setattr(stop_agreement, "_ANSWER_S", 0.1)
-    far = threading.Event()
+    moved = threading.Condition()
+    reached = [0]  # by the slow one
+    has_begun = threading.Event()
 
     def step(rank: int, count: int) -> None:
-        if rank == slow:
-            far.wait(10)  # it has not begun when the others are at their 30th
-        elif count == 30:
-            far.set()
+        if rank == slow and count == 1:
+            assert has_begun.wait(30)  # until the others are at their 30th
+        with moved:
+            if rank == slow:
+                reached[0] = count
+                moved.notify_all()
+            else:
+                if count == 30:
+                    has_begun.set()
+                assert moved.wait_for(lambda: count - reached[0] <= 30, 30)
 
     found = stop(ranks, {slow: (1, 15)}, step, limit=100_000)
     assert all(one == found[0] for one in found)
