@@ -121,7 +121,7 @@ class Belady : public Policy {
   Belady(const Trace& trace, int64_t slots) : Policy(trace, slots), count_by_next_use_(trace.batches.size()) {}
 
   int64_t run_batch(int t) override {
-    // Rows are alike but for their next use, so the cache is a count for each next use. Those of batch t are its hits.
+    // Rows are alike except for their next use, so the cache is a count for each next use. Those of batch t are its hits.
     const int64_t hits = count_by_next_use_[t];
     size_ -= hits;
     count_by_next_use_[t] = 0;

@@ -120,7 +120,7 @@ struct RandomAccessOptions {
   uint64_t staging_bytes = uint64_t{1} << 26;
 };
 
-// Thread-safe, but for the destructor.
+// Thread-safe, except for the destructor.
 class RandomAccess {
  public:
   static Result<std::unique_ptr<RandomAccess>> Open(RandomAccessOptions options);

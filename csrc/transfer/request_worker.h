@@ -44,7 +44,7 @@ class RequestInbox {
   bool is_closing_ = false;
 };
 
-// Thread-safe, but for the destructor.
+// Thread-safe, except for the destructor.
 class RequestWorker {
  public:
   RequestWorker(std::unique_ptr<Wakeup> wakeup, std::unique_ptr<RequestFlow> flow)

@@ -152,7 +152,7 @@ def _decoded_long(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-# Opcodes followed by a length and that many bytes, but for the frequent ones.
+# Opcodes followed by a length and that many bytes, except for the frequent ones.
 _COUNTED: Final[dict[int, tuple[struct.Struct, Callable[[bytes], object]]]] = {
     pickle.BINSTRING[0]: (struct.Struct("<i"), _decoded_python2_text),
     pickle.SHORT_BINSTRING[0]: (struct.Struct("<B"), _decoded_python2_text),

@@ -122,7 +122,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class HeaderPlan:
-    """A header that is complete but for the checksums.
+    """A header that is complete except for the checksums.
 
     Attributes:
         header: Where everything lies.

@@ -2,7 +2,7 @@
 
 Writing: `plan_archive` places every record of an archive whose pickle and storages have given sizes, and the encoders
 make the bytes between the storages; those of records are in csrc/binding/zip_records.cc, since a file may have many
-thousands. The result equals what torch.save writes with `storage_alignment=4096`, but for the digits of
+thousands. The result equals what torch.save writes with `storage_alignment=4096`, except for the digits of
 `.data/serialization_id`.
 
 Reading: `read_directory` checks a central directory (bounds, overlaps, duplicates, method) before anybody uses it.

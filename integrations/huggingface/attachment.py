@@ -368,7 +368,7 @@ class _GateCallback(TrainerCallback):
 
 
 def _copy_of(state: TrainerState) -> TrainerState:
-    """Copy the state deeply, but for the entries of the log, which never change."""
+    """Copy the state deeply, except for the entries of the log, which never change."""
     log_history = state.log_history
     copied = copy.copy(state)
     copied.log_history = []

@@ -62,7 +62,7 @@ def hold_foreign(path: str, *, wait: Callable[[], None]) -> None:
 
 
 def put_back(path: str) -> None:
-    """Move the held files into a new checkpoint, but for names that it has itself. Log errors."""
+    """Move the held files into a new checkpoint, except for names that it has itself. Log errors."""
     held = _held_path(path)
     try:
         for name in _names_below(held):

@@ -139,7 +139,7 @@ void WhatTheWriterHasPassedIsNotCopied() {
     snapshot.EndLease();
   }
   EXPECT(written == before);
-  EXPECT(UsedBytes(*arena) <= kBlock);  // blocks come back as they are written, but for the one being filled
+  EXPECT(UsedBytes(*arena) <= kBlock);  // blocks come back as they are written, except for the one being filled
 }
 
 void EmptySourcesAreNothing() {

@@ -207,7 +207,7 @@ def try_input(data: bytes) -> None:
         gc.collect(1)
         if store._under_way:
             raise AssertionError(f"still under way: {store._under_way}")
-        # Whatever has failed or was cancelled, nothing of it is left, but for reads that were under way.
+        # Whatever has failed or was cancelled, nothing of it is left, except for reads that were under way.
         with contextlib.suppress(StorageError):
             store.gather(torch.arange(ROW_COUNT))
         actors[0].check(torch.arange(ROW_COUNT), store.gather(torch.arange(ROW_COUNT)))

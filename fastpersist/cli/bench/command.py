@@ -89,7 +89,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             nargs="+",
             action="extend",
             metavar="NAME",
-            help="rows for these (default: the engines of fastpersist info that work, but for cufile)",
+            help="rows for these (default: the engines of fastpersist info that work, except for cufile)",
         )
         engines.add_argument(
             "--all-engines", action="store_true", help="rows for the engines through the page cache, too"

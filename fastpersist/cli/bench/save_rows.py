@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 
 def usable_engines(directory: str, *, buffered: bool) -> list[str]:
-    """Return the engines that work in a directory, but for cufile, which must be named.
+    """Return the engines that work in a directory, except for cufile, which must be named.
 
     Args:
         directory: An existing one.

@@ -105,7 +105,7 @@ def _indexes_of(plan: WholePlan, metadata: Metadata) -> list[list[MetadataIndex]
             number = counts.get(name, 0)
             counts[name] = number + 1
             index = MetadataIndex(name, None, number)
-            # As MetadataIndex makes it, but for the copy of the offsets: the pickler writes one object once.
+            # As MetadataIndex makes it, except for the copy of the offsets: the pickler writes one object once.
             object.__setattr__(index, "offset", described[name].chunks[number].offsets)
             indexes.append(index)
         found.append(indexes)

@@ -1,5 +1,5 @@
 // What torch's libraries want of the driver beyond its double, for a library that has both: all of it is "not
-// supported", but for the question whether a device's context is in use.
+// supported", except for the question whether a device's context is in use.
 #include <cstddef>
 #include <cstdint>
 

@@ -23,7 +23,7 @@ STATE = {"weights": torch.arange(1000.0), "name": "a state"}
 
 
 def names_in(root: Path) -> list[str]:
-    """List what a root holds, but for the lock and the log of events."""
+    """List what a root holds, except for the lock and the log of events."""
     return sorted(name for name in os.listdir(root) if name not in (".lock", "events.jsonl"))
 
 

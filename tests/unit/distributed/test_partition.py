@@ -1,4 +1,4 @@
-"""Which bytes each writer owns: everything once, in whole blocks, shares equal but for a block."""
+"""Which bytes each writer owns: everything once, in whole blocks, shares equal except for a block."""
 
 from __future__ import annotations
 

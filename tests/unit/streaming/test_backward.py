@@ -139,7 +139,7 @@ def test_autograd_keeps_no_memory_of_streamed_weights(path: Path, inputs: torch.
         backward_bytes = stream.stats().read_bytes - second
     streamed = sum(tensor.nbytes for name, tensor in whole(path).state_dict().items() if "weight" in name)
     assert second > first
-    assert backward_bytes > streamed // 2  # the weights were read again, but for the residents
+    assert backward_bytes > streamed // 2  # the weights were read again, except for the residents
 
 
 def test_two_threads_go_back_at_once(path: Path, inputs: torch.Tensor) -> None:
