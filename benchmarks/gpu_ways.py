@@ -48,7 +48,7 @@ class DcpSaver:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Not used: DCP does not call it."""
-        raise AttributeError("a state that nobody trains")
+        raise AttributeError("a state that is not trained")
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state, which no step changes."""

@@ -35,7 +35,7 @@ def main(root: Path, steps: int, width: int) -> None:
     source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     text = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     model = GPT(width)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # nobody changes its output in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # its output is not changed in place
     warnings.filterwarnings("ignore", ".*rank_state is left out", RuntimeWarning)  # with other ranks, dropout differs
     # --8<-- [start:shard]
     mesh = init_device_mesh("cpu", (count,))

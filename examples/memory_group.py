@@ -17,7 +17,7 @@ def make_group(limit_bytes: int) -> Path:
     """Make a memory cgroup of version 1 or 2.
 
     Raises:
-        OSError: Only root may, and in some containers nobody.
+        OSError: Only root may, and in some containers not even root.
     """
     root = Path("/sys/fs/cgroup")
     is_unified = (root / "cgroup.controllers").exists()

@@ -65,7 +65,7 @@ def show() -> None:
         after = run(through_us)
         print(f"the same command again:         {after[0]}  …  {after[-1]}")
         if not before == whole[: len(before)] or not after == whole[-len(after) :]:
-            raise SystemExit("the losses are not those of the training that nobody has stopped")
+            raise SystemExit("the losses are not those of the training that was not stopped")
         checkpoint = torch.load(Path(ours) / "checkpoint.pt")
         print(f"read by torch's own torch.load: step {checkpoint['step']}; the losses are the same, digit by digit")
 

@@ -70,8 +70,8 @@ def save(
     """Save an object to one file that stock tools read.
 
     When this returns, the file is complete, durable and visible under its name. Until then the name refers to the old
-    file, if there is one: nobody sees half a file, whatever fails. Programs that have the old file open or mapped keep
-    it. If torch.load would refuse the file with weights_only=True, its default, a RuntimeWarning lists why.
+    file, if there is one: no reader sees half a file, whatever fails. Programs that have the old file open or mapped
+    keep it. If torch.load would refuse the file with weights_only=True, its default, a RuntimeWarning lists why.
 
     Args:
         obj: Any object that torch.save takes: tensors of any dtype, layout and device inside any picklable object. For
@@ -89,7 +89,7 @@ def save(
         replace_links: Also replace a file that has several hard links; its other names keep the old file.
         make_parents: Make missing parent directories, durably.
         in_place: If the file may be written but not replaced (its directory takes no new file, or is sticky like /tmp
-            and the file is somebody else's), let torch.save overwrite it. If that fails, neither the old checkpoint nor
+            and the file is another user's), let torch.save overwrite it. If that fails, neither the old checkpoint nor
             the new one is left. Without this option such a place is an error. Not for safetensors or several ranks.
         process_group: Write one file with all ranks of this group; all of them call this. Rank 0's object is saved, and
             the file is the one that rank 0 would write alone. Storages of 1 MiB and more must be the same on all ranks:
@@ -203,8 +203,8 @@ def save_async(
         StorageError: The file cannot be created. result() raises later errors.
         CoordinationError, PeerError: With a process_group: as in `save`; or result() raises them.
 
-    Thread safety: any thread; nobody may change the object while this runs. With a process_group: in the same order on
-    all ranks.
+    Thread safety: any thread; no other thread may change the object while this runs. With a process_group: in the same
+    order on all ranks.
     """
     name = _destination(obj, path)
     if name is None:
@@ -250,8 +250,8 @@ def load(
             once. The call returns on all ranks or raises on all. A rank waits for another at most for the group's
             timeout. The calling thread takes part in the group's collectives.
         mmap: Read nothing now: the tensors are views of the file, whose pages the kernel reads when they are used. Use
-            it for a part of a large file. Changes in memory never reach the file. While the tensors live, nobody may
-            write into the file or truncate it (access to a missing page ends the process); replacing it, as `save`
+            it for a part of a large file. Changes in memory never reach the file. While the tensors live, no program
+            may write into the file or truncate it (access to a missing page ends the process); replacing it, as `save`
             does, is safe. On the CPU only, and without `verify`, `engine` and `process_group`.
         keys: Load only what has these names: names as `inspect` lists them, or patterns of `fnmatch` for them, in which
             `*`, `?` and `[…]` stand for dots too: ["model.*", "optimizer.state.*.exp_avg", "step"]. A number in
@@ -393,8 +393,8 @@ def load_into(
             words the target is unchanged, or completely filled if that rank failed at the very end.
         CoordinationError: With a process_group: the ranks were given different files.
 
-    Thread safety: any thread; nobody else may use the target's tensors meanwhile. With a process_group one at a time,
-    in the same order on all ranks.
+    Thread safety: any thread; no other thread may use the target's tensors meanwhile. With a process_group one at a
+    time, in the same order on all ranks.
     """
     started_s = time.monotonic()
     name = local_path(path)

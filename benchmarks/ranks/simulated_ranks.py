@@ -137,7 +137,7 @@ def _commit(count: int, saver_count: int) -> dict[str, Any]:
         commits.append(all_ended_s - last_done_s)
         messages = session.message_count
         if files:
-            raise SystemExit("own files that nobody has written")
+            raise SystemExit("own files that were not written")
     ours.send("end")
     held_count = _descriptor_count() - before_count
     process.join()

@@ -330,7 +330,7 @@ class [[gnu::visibility("hidden")]] HeldSources {
   const std::vector<uint64_t> keys_;
   const py::list holders_;
   const std::vector<uint32_t> held_;
-  const std::vector<int64_t> versions_;  // one for each holder; empty if nobody has looked
+  const std::vector<int64_t> versions_;  // one for each holder; empty if they were not looked at
   AddressTable first_of_key_;            // the first source with a storage
   std::vector<uint32_t> firsts_;         // for each source, the first source with the same storage
   std::vector<uint32_t> next_;           // for each source, the next source with the same storage

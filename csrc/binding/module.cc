@@ -437,7 +437,7 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<Snapshot, std::shared_ptr<Snapshot>>(m, "Snapshot")
       .def(py::init([](std::shared_ptr<Arena> arena, size_t thread_count) {
-             // Its destructor waits for the copies of devices if nobody has closed it.
+             // Its destructor waits for the copies of devices if it was not closed.
              return std::shared_ptr<Snapshot>(new Snapshot(std::move(arena), thread_count), DeleteWithoutGil<Snapshot>);
            }),
            py::arg("arena"), py::arg("thread_count") = 1)

@@ -37,7 +37,7 @@ void LeaveAlone(std::shared_ptr<void> object) noexcept {
   kept->push_back(std::move(object));
 }
 
-// A request, and the owner of its result. The destructor first cancels the request, so nobody writes to the memory
+// A request, and the owner of its result. The destructor first cancels the request, so no thread writes to the memory
 // later.
 class PyRowRequest {
  public:

@@ -115,7 +115,7 @@ Result<std::unique_ptr<BufferPool>> BufferPool::CreatePrivate() {
     EndPrivate();
     return NotEnough();
   }
-  std::call_once(created.value()->pin_once_, [] {});  // nobody may pin it
+  std::call_once(created.value()->pin_once_, [] {});  // it must not be pinned
   return created;
 }
 

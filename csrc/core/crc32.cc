@@ -249,7 +249,7 @@ FP_TARGET_AVX512 inline __m512i Load512(std::byte* target, const std::byte* sour
 }
 
 // Zero the upper halves by hand: g++ 12 omits it when the next call leaves them alone, and then all 128-bit code of the
-// process (the PCLMULQDQ variant too) runs at half speed until somebody zeroes them.
+// process (the PCLMULQDQ variant too) runs at half speed until they are zeroed.
 FP_TARGET_AVX512 inline uint32_t StateOf(__m512i folded) {
   std::array<std::byte, sizeof(__m512i)> bytes;
   _mm512_storeu_si512(bytes.data(), folded);

@@ -1,6 +1,6 @@
 // The quarantine: memory that a lost device may still write to. A transfer or a save that gives up adds such memory
-// with a condition; nobody gets the memory before the condition holds: the device has completed its copies. A device
-// that holds copies up takes no more of them (device/device.h), which bounds the quarantine.
+// with a condition; the memory is not given out before the condition holds: the device has completed its copies. A
+// device that holds copies up takes no more of them (device/device.h), which bounds the quarantine.
 //
 // Memory has one of two owners here. While its owner lives, the owner's Quarantine holds the pieces and gives them
 // back. After the owner's end, the process holds the memory and releases it (ReleaseWhenComplete). At the end of the

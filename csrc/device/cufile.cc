@@ -397,7 +397,7 @@ DeviceStaging::~DeviceStaging() {
   Result<const CudaDriver*> driver = CudaDriver::Get();
   Result<CuFile*> cufile = CuFile::Get();
   if (!driver.ok() || !cufile.ok()) return;  // it was the parent's, or ends with the process
-  FP_CHECK(free_count() == buffer_count_);   // a request in flight would write to somebody else's memory
+  FP_CHECK(free_count() == buffer_count_);   // a request in flight would write to memory that is in use elsewhere
   {
     Areas& areas = TheAreas();
     const std::lock_guard lock(areas.mutex);

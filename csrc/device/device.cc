@@ -361,7 +361,7 @@ Status CopyStream::Started(CudaResult result, const char* what) {
   if (!mark.ok()) return Status::Ok();
   const std::lock_guard lock(windows_mutex_);
   windows_.push_back(std::make_shared<const CopyMark>(std::move(mark).value()));
-  if (windows_.size() > 2 * kWindowCount) windows_.pop_front();  // nobody waits in AwaitRoom: the driver blocks
+  if (windows_.size() > 2 * kWindowCount) windows_.pop_front();  // no thread waits in AwaitRoom: the driver blocks
   return Status::Ok();
 }
 

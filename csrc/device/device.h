@@ -122,7 +122,7 @@ class CopyStream {
   // Order the caller's later work after everything started here so far.
   Status HoldCaller(uintptr_t caller_stream);
 
-  // Wait until the next copy can start without blocking inside the driver, where nobody could end the wait: until few
+  // Wait until the next copy can start without blocking inside the driver, where nothing could end the wait: until few
   // copies are queued, or none if the host memory is not pinned. `poll` as of CopyMark::Wait. For one thread: copies
   // that other threads queue meanwhile may block the next one all the same.
   Status AwaitRoom(bool is_pinned, const std::function<Status()>& poll);

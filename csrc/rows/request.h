@@ -32,7 +32,7 @@ class RowRequest {
   const Status& status() const { return status_; }
   // The file in which the failure occurred; empty if none.
   const std::string& failed_path() const { return failed_path_; }
-  // End the request with this status, unless it is done already. After the return nobody touches the result, even if
+  // End the request with this status, unless it is done already. After the return no thread touches the result, even if
   // reads are still in flight.
   void Cancel(Status status);
 

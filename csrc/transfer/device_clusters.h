@@ -1,5 +1,5 @@
 // Groups small sources that lie close together in a device's memory, since allocators place many tensors in the same 2
-// MiB. One copy takes a cluster into the arena, including the gaps, which nobody reads.
+// MiB. One copy takes a cluster into the arena, including the gaps, which are not read.
 #pragma once
 
 #include <cstddef>

@@ -24,7 +24,7 @@ Status DeviceRing::WaitFor(CopyStream& stream) {
   return status;
 }
 
-// The host memory here is not pinned: a copy into a busy stream blocks inside the driver, where nobody can end the
+// The host memory here is not pinned: a copy into a busy stream blocks inside the driver, where nothing can end the
 // wait.
 Status DeviceRing::AwaitRoom(CopyStream& stream, bool with_host) { return stream.AwaitRoom(!with_host, poll_); }
 

@@ -74,7 +74,7 @@ Result<bool> EdgeLock::TryEnter(bool alone) {
 
 Status EdgeLock::WhoIsInTheWay(short type, int64_t place) const {
   struct flock lock = LockOf(type, place);
-  std::string who = "somebody";
+  std::string who = "another process";
   if (fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK) {
     who = lock.l_pid > 0 ? "process " + std::to_string(lock.l_pid) : "another open file of this kind";
   }

@@ -40,7 +40,7 @@ Status FileReader::Poll() {
 
 // The kernel and devices release the buffers before the share gets them back. If a device holds one after the grace
 // time, the quarantine keeps the buffer and the destinations: a device that goes on writes there, and must not hit
-// memory that somebody else has by then.
+// memory that is in use elsewhere by then.
 void FileReader::Abandon() {
   pump_->Abandon();
   const Grace grace;

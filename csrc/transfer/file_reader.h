@@ -41,7 +41,7 @@ struct ReadExtent {
   CudaAddress device_address = 0;
   uint64_t id = 0;
   bool with_crc = false;
-  // kMemory: nobody has touched this memory yet or touches it before Read returns, so its pages may be prepared ahead,
+  // kMemory: no code has touched this memory yet or touches it before Read returns, so its pages may be prepared ahead,
   // and a forked child needs none of them.
   bool fresh = false;
 };

@@ -87,7 +87,7 @@ class FileWriter {
   Status Append(const PieceList& pieces);
 
   // Continue at another block. The last one is padded with zeros, so nothing may have been written between the old
-  // position and the next multiple of kBlockBytes. The rest of larger blocks stays unchanged if nobody else writes to
+  // position and the next multiple of kBlockBytes. The rest of larger blocks stays unchanged if no other code writes to
   // those blocks meanwhile.
   Status Seek(uint64_t offset_bytes);
 

@@ -25,7 +25,7 @@ struct RequestJob {
   bool all_cut() const { return next_part == parts.size(); }
   bool is_write() const { return request->op() == IoOp::kWrite; }
   Device* device() const { return parts.front().device; }
-  // The job has failed, so nobody waits for hung copies. The end of the file is no such failure: the bytes before it
+  // The job has failed, so no thread waits for hung copies. The end of the file is no such failure: the bytes before it
   // are still copied.
   bool given_up() const { return failed_count > 0 && first_failure.status.code() != StatusCode::kEndOfFile; }
 

@@ -46,7 +46,7 @@ class Snapshot {
   // Make room for so many more sources.
   void Reserve(size_t count) { core_.Reserve(count); }
 
-  // Add a source and return its index: 0, 1, 2 … REQUIRES: nobody has taken or captured yet. The writer takes sources
+  // Add a source and return its index: 0, 1, 2 … REQUIRES: nothing was taken or captured yet. The writer takes sources
   // in this order. The memory, of the host or of a device, stays allocated at its place until the writer has taken it
   // or Close().
   uint32_t Add(const std::byte* address, uint64_t size_bytes, SourceKind kind) {

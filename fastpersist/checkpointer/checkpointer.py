@@ -256,7 +256,7 @@ class Checkpointer(Uncopied):
         if self._bound.ranks is not None:
             self._give_up("the Checkpointer was bound to another process group")
         self._queue.join(None)
-        self._queue.log_failed("a save before rebind(), of which nobody has been told")
+        self._queue.log_failed("a save before rebind(), whose error was not raised")
         self._root.hand_over()  # before the ranks meet: another one may be the first of them
         self._bind(process_group)
 
@@ -358,8 +358,8 @@ class Checkpointer(Uncopied):
                 not.
 
         Raises:
-            FastPersistError: With on_error="raise": a save failed, and nobody has been told; raised once. With `abort`
-                the log says it instead.
+            FastPersistError: With on_error="raise": a save failed, and its error was not raised yet; raised once. With
+                `abort` the log says it instead.
 
         Thread safety: the training thread only.
         """
@@ -393,7 +393,7 @@ class Checkpointer(Uncopied):
             self._give_up("the Checkpointer was closed with abort=True")
             self._arena.let_go()
             self._root.release()
-            self._queue.log_failed("an earlier save, of which nobody has been told")
+            self._queue.log_failed("an earlier save, whose error was not raised")
         finally:
             self._signals.uninstall()  # which may end the process
 
@@ -577,7 +577,7 @@ class Checkpointer(Uncopied):
 
         Raises:
             ConfigError: `step` is no step, another process saves to this root, or the process group was destroyed.
-            StorageError: A step could not be removed, or somebody is reading it; the others were removed.
+            StorageError: A step could not be removed, or is being read; the others were removed.
             PeerError: With several ranks: the coordinator failed.
 
         Thread safety: the training thread only.
@@ -702,7 +702,7 @@ class Checkpointer(Uncopied):
             PeerError: With several ranks: another rank could not load the step.
             Exception: Whatever on_resize raises; the other ranks raise PeerError.
 
-        Thread safety: any thread; nobody else may use the targets meanwhile.
+        Thread safety: any thread; no other thread may use the targets meanwhile.
         """
         if self._process == os.getpid():
             self._queue.join(None)

@@ -131,7 +131,7 @@ def steps_to_remove(committed: Mapping[int, Mapping[str, float]], policy: Retent
     Returns:
         The steps to remove, in the order of the commits.
 
-    Thread safety: any thread, as long as nobody changes `committed` meanwhile.
+    Thread safety: any thread, as long as no other thread changes `committed` meanwhile.
     """
     if policy.keep is None and policy.keep_every is None and policy.keep_best is None:
         return []
@@ -153,7 +153,7 @@ def best_steps(committed: Mapping[int, Mapping[str, float]], rule: tuple[int, st
         committed: The metrics of each committed step, as in `steps_to_remove`.
         rule: (count, metric, "min" or "max"); the count is ignored.
 
-    Thread safety: any thread, as long as nobody changes `committed` meanwhile.
+    Thread safety: any thread, as long as no other thread changes `committed` meanwhile.
     """
     _, metric, direction = rule
     sign = 1.0 if direction == "min" else -1.0
@@ -264,7 +264,7 @@ class Root:
         return made
 
     def _refuse_unmounted(self) -> None:
-        """Raise if the file system of the root is gone: nobody would find what is written to the directory below it."""
+        """Raise if the file system of the root is gone: what is written below its mount point would be lost."""
         above = self.path
         while not os.path.isdir(above):
             above = os.path.dirname(above)
@@ -311,7 +311,7 @@ class Root:
         return step in self.unloadable
 
     def forget(self) -> None:
-        """Read the directory again at the next use: somebody else may have changed it."""
+        """Read the directory again at the next use: another process may have changed it."""
         with self._lock:
             self._metrics = None
 
@@ -398,7 +398,7 @@ class Root:
                 known.pop(step, None)
                 known[step] = metrics  # behind all others: these calls come in the order of the commits
                 if steps_to_remove(known, self._retention):
-                    # What somebody has removed by hand must not take the place of another step.
+                    # What was removed by hand must not take the place of another step.
                     for gone in known.keys() - candidate_steps(self.directory):
                         del known[gone]
                 counted = {found: known[found] for found in known if among is None or found in among}
@@ -424,7 +424,7 @@ class Root:
         if self._root_lock is None:
             return False
         try:
-            self.forget()  # somebody may have removed steps by hand to make room
+            self.forget()  # steps may have been removed by hand to make room
             with self._lock:
                 known = dict(self._known())
             if not steps_to_remove(known, self._retention) or list(known)[-1] in self.unloadable:
@@ -440,9 +440,9 @@ class Root:
         removed = remove_replaced_before(self.directory)
         for old in steps_to_remove(committed, self._retention):
             try:
-                with suppress(CheckpointNotFoundError):  # somebody else has removed it
+                with suppress(CheckpointNotFoundError):  # another process has removed it
                     if not self._remove_directory(old):
-                        continue  # somebody reads it; a later save removes it
+                        continue  # it is being read; a later save removes it
                 removed = True
                 with self._lock:
                     if self._metrics is not None:
@@ -484,7 +484,7 @@ class Root:
             except CheckpointNotFoundError as error:
                 if os.path.lexists(path):  # without a manifest; it was never committed
                     stuck = StorageError(
-                        None, f"{error}; it is no checkpoint: if nobody needs it, remove it by hand", path
+                        None, f"{error}; it is no checkpoint: if it is not needed, remove it by hand", path
                     )
             except StorageError as error:
                 stuck = error

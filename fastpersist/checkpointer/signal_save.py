@@ -120,7 +120,7 @@ class SignalSave:
         self._agreement, self._is_agreed = agreement, False
 
     def uninstall(self) -> None:
-        """Put the earlier handlers back, except where somebody else has replaced ours meanwhile.
+        """Put the earlier handlers back, except where other code has replaced ours meanwhile.
 
         Code that has replaced our handler may call ours later, as its predecessor: then ours calls the earlier one.
 
@@ -321,7 +321,7 @@ def _that_can_be_handled(signals: Iterable[int]) -> list[int]:
 
 
 def _do_by_default(number: int) -> None:
-    """Do what the signal does where nobody handles it; on any thread, unlike signal.signal."""
+    """Do what the signal does where no handler is set; on any thread, unlike signal.signal."""
     ctypes.CDLL(None).signal(number, 0)  # 0 is SIG_DFL
     os.kill(os.getpid(), number)
 

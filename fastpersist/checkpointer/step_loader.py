@@ -431,7 +431,7 @@ def _read(root: str, step: int, options: LoadOptions, found: _Step) -> Any:
     own_name = rank_file_name(options.rank)
     own = found.own_file(own_name) if own_names else None
     if own is not None:
-        if options.wants_rank_state:  # nobody else reads it
+        if options.wants_rank_state:  # no other code reads it
             state[RANK_KEY] = read_file(own_name, own, read_extents)
         else:
             own.close()
@@ -502,7 +502,7 @@ def _opened(held: HeldDirectory, manifest: CheckpointManifest, options: LoadOpti
     """Decide how a step is read: from its directory, or from parts that several ranks see.
 
     Raises:
-        UnsupportedError: Parts of it are elsewhere, and there is nobody to get them from.
+        UnsupportedError: Parts of it are elsewhere, and there is no rank to get them from.
     """
     record = read_record(held.place, manifest)
     if record is not None and _is_shared(read):

@@ -243,7 +243,7 @@ class PendingDirectory:
             filesystem().close(fd, os.path.join(self.path, name))
 
     def note_durable(self, name: str) -> None:
-        """Note that somebody else has synced a file of the directory, so that `publish` does not."""
+        """Note that other code has synced a file of the directory, so that `publish` does not."""
         self._durable.add(name)
 
     def publish(
@@ -289,7 +289,7 @@ class PendingDirectory:
         """Do step 4."""
         directories, files = _contents(self.path)
         if missing := sorted(self._names.difference(files)):
-            message = f"{missing[0]} is gone from {self.path}; somebody has deleted it"
+            message = f"{missing[0]} is gone from {self.path}: it was deleted"
             raise StorageError(errno.ENOENT, message, self.path)
         for name in files:
             if durable and name not in self._names and name not in self._durable and name != MANIFEST_NAME:
@@ -299,7 +299,7 @@ class PendingDirectory:
         with storage_errors("looking up", manifest_path):
             ours = os.path.samestat(os.lstat(manifest_path), status)
         if not ours or status.st_size != 0:
-            raise StorageError(errno.EEXIST, f"{manifest_path} was written by somebody else", manifest_path)
+            raise StorageError(errno.EEXIST, f"{manifest_path} was written by another program", manifest_path)
         filesystem().write(self._manifest_fd, manifest, manifest_path)
         if durable:
             started_s = time.monotonic()

@@ -89,7 +89,7 @@ class Lock(enum.Enum):
     """The result of an attempt to lock a file."""
 
     TAKEN = enum.auto()
-    BUSY = enum.auto()  # somebody else holds it, or may hold it
+    BUSY = enum.auto()  # another process holds it, or may hold it
     UNSUPPORTED = enum.auto()
     NO_MANIFEST = enum.auto()  # a directory without a manifest has no file to lock
 
@@ -197,7 +197,7 @@ def resolve_target(path: str, *, replace_links: bool = False) -> Target:
     permissions = Permissions.of(status)
     why_not = _why_not_replaceable(real, status, replace_links)
     if why_not is None and _is_protected(real, status):
-        why_not = "it belongs to somebody else in a directory with the sticky bit"
+        why_not = "it belongs to another user in a directory with the sticky bit"
         return Target(real, permissions, why_not, is_protected=True)
     return Target(real, permissions, why_not)
 
@@ -285,7 +285,7 @@ class PendingFile:
             path: A path that `find_leftovers` returned.
 
         Returns:
-            The file, locked; None if it is gone, or somebody writes it, or the file system has no locks to tell.
+            The file, locked; None if it is gone, or is being written, or the file system has no locks to tell.
 
         Raises:
             StorageError: It cannot be opened.
@@ -512,7 +512,7 @@ def find_leftovers(target: Target) -> list[str]:
 
 
 def is_being_written(path: str) -> bool:
-    """Tell whether somebody writes a pending file; False also where the file system has no locks to tell."""
+    """Tell whether a process writes a pending file; False also where the file system has no locks to tell."""
     with _live_guard:
         try:
             if is_live(os.lstat(path)):
@@ -560,7 +560,7 @@ def sweep(target: Target) -> list[str]:
 
 
 def _is_dead(fd: int, path: str) -> bool:
-    """Tell whether nobody holds the writer's lock, by a shared lock, which needs no right to write."""
+    """Tell whether no process holds the writer's lock, by a shared lock, which needs no right to write."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:

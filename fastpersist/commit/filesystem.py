@@ -255,7 +255,7 @@ def make_directories(path: str) -> list[str]:
         try:
             filesystem().make_directory(directory)
         except StorageError as error:
-            if error.errno != errno.EEXIST or not os.path.isdir(directory):  # somebody else may have made it
+            if error.errno != errno.EEXIST or not os.path.isdir(directory):  # another process may have made it
                 raise
         filesystem().sync_directory(os.path.dirname(directory))
     return missing

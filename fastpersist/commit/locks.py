@@ -142,7 +142,7 @@ class HeldDirectory(NamedTuple):
     identity: tuple[int, int]
 
     def has_its_name(self) -> bool:
-        """Tell whether the name still leads to it: no save has replaced it, and nobody has removed it."""
+        """Tell whether the name still leads to it: no save has replaced it, and it was not removed."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -347,7 +347,7 @@ class RootLock:
             time.sleep(_POLL_S)
         try:
             found._take_over()
-        except BaseException:  # such as Ctrl-C: nobody else would release it
+        except BaseException:  # such as Ctrl-C: no other code would release it
             found.release()
             raise
         return found
@@ -403,7 +403,7 @@ class RootLock:
     def is_held(self) -> bool:
         """Tell whether the lock is still that of the directory.
 
-        Somebody may have removed or renamed the root. Also, the kernel drops a record lock when this process closes any
+        The root may have been removed or renamed. Also, the kernel drops a record lock when this process closes any
         other descriptor of the file, as when it copies the root.
         """
         try:

@@ -6,8 +6,8 @@ the whole protocol and its reasons.
 
 The lock is on MANIFEST.json and is dropped before that file is removed: NFS does not remove an open file, it keeps the
 file as `.nfs…` in the same directory, which then cannot be removed either. At that moment only a manifest is left, in a
-directory with a pending name. Nobody reads those, no sweep gives one its final name back (so a retired directory is
-renamed first), and two processes may remove the same one at once.
+directory with a pending name. Such directories are never read, no sweep gives one its final name back (so a retired
+directory is renamed first), and two processes may remove the same one at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 _ATTEMPT_COUNT = 5
-_read_when_replaced: set[str] = set()  # replaced directories that stayed, because somebody read them
+_read_when_replaced: set[str] = set()  # replaced directories that stayed, because they were being read
 
 
 def resolve_final_path(path: str) -> str:
@@ -192,11 +192,11 @@ def _give_name_back(leftover: _Leftover) -> bool:
 
 
 def _remove_leftover(path: str, *, prepare: Callable[[], None] | None = None, locks_work: bool = True) -> str | None:
-    """Remove a hidden directory; return what it was, or None if somebody writes or reads it, or it is gone already.
+    """Remove a hidden directory; return what it was, or None if it is being written or read, or is gone already.
 
     Args:
         path: The directory's path.
-        prepare: Called before anything is deleted. None: the directory is our own, so nobody writes it.
+        prepare: Called before anything is deleted. None: the directory is our own, so no other process writes it.
         locks_work: Whether locks work on this file system, as in `sweep_directories`.
     """
     with claimed(path) as lock:
@@ -256,7 +256,7 @@ def remove_replaced(path: str) -> None:
 
 
 def remove_replaced_before(parent: str) -> bool:
-    """Remove directories that this process has replaced here, if nobody reads them any more; tell if any went."""
+    """Remove directories that this process has replaced here, if they are not being read any more; tell if any went."""
     removed = False
     for path in [path for path in list(_read_when_replaced) if os.path.dirname(path) == parent]:
         _read_when_replaced.discard(path)
@@ -331,7 +331,7 @@ def remove_directory(path: str) -> bool:
     """Remove a committed directory: take its name away durably, and only then delete its files.
 
     Returns:
-        False if somebody reads it: then it stays as it is.
+        False if it is being read: then it stays as it is.
 
     Raises:
         CheckpointNotFoundError: There is no directory with a MANIFEST.json; nothing was removed.

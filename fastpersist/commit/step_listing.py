@@ -111,7 +111,7 @@ def read_committed(
     *,
     checks_files: Callable[[CheckpointManifest], bool] = lambda manifest: True,
 ) -> _Read:
-    """Read a step, all of it from one directory, which nobody removes meanwhile, even if a save replaces it.
+    """Read a step, all of it from one directory, which is not removed meanwhile, even if a save replaces it.
 
     Args:
         root: The directory of the steps.
@@ -251,7 +251,7 @@ def in_commit_order(commits: Mapping[int, Commit | None]) -> list[int]:
     A step without a number is placed by its time among those with one. A step whose manifest cannot be read (None)
     comes right behind the step below it, which is its place in a run that never went back.
 
-    Thread safety: safe, as long as nobody changes `commits` meanwhile.
+    Thread safety: safe, as long as no thread changes `commits` meanwhile.
     """
     numbered = sorted((found.time_s, found.number) for found in commits.values() if found and found.number is not None)
     times_s = [time_s for time_s, _ in numbered]

@@ -153,7 +153,7 @@ def compare(
         ConfigError: Patterns that match nothing in either source.
         EndOfFileError, StorageError: See `read_pieces`.
 
-    Thread safety: nobody else may use either source meanwhile.
+    Thread safety: no other thread may use either source meanwhile.
     """
     found = Comparison()
     a, b = (_tensors_in(contents, patterns) for contents in (ours, theirs))

@@ -141,7 +141,7 @@ def convert(
         UnsupportedError: A tensor is not plain (sparse, quantized, …), which the message names; or the directory that
             is replaced holds what cannot stay, such as a link to a directory.
 
-    Thread safety: nobody else may use the source meanwhile.
+    Thread safety: no other thread may use the source meanwhile.
     """
     started_s = time.monotonic()
     out = absolute_path(path)
@@ -285,7 +285,7 @@ class _Planned:
     """
 
     def __init__(self, targets: Sequence[_Target], path: str, file_format: str, metadata: Mapping[str, str]) -> None:
-        address = 1 << 12  # of memory that nobody reads: each storage needs one of its own
+        address = 1 << 12  # of memory that is not read: each storage needs one of its own
         stand_ins: dict[str, torch.Tensor] = {}
         same: dict[object, torch.Tensor] = {}
         of_storage: dict[int, _Target] = {}

@@ -91,7 +91,7 @@ def read_pieces(tensors: Sequence[Stored]) -> Iterator[list[Piece]]:
         while on_the_way:
             yield on_the_way.popleft().pieces()
     finally:
-        for batch in on_the_way:  # nobody wants them any more, but the kernel still writes to their memory
+        for batch in on_the_way:  # they are not needed any more, but the kernel still writes to their memory
             batch.wait()
 
 

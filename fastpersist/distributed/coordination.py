@@ -19,7 +19,7 @@ a follower reports. An unacknowledged report may be lost with the connection, so
 next one. When a follower reconnects, the coordinator sends it all failures. A lost connection fails all sessions that
 were begun and are not over; the follower connects again at once.
 
-If a signal handler raises at the wrong moment in save(), nobody holds the session any more, and nobody has ended it.
+If a signal handler raises at the wrong moment in save(), no code holds the session any more, and it was not ended.
 The rank finds that out when another one asks it for that session (pulse), and fails it.
 """
 
@@ -224,7 +224,7 @@ class Ranks:
                     continue
                 if self.connections.wait_welcome(end_s - time.monotonic() if len(offered) == 1 else _WELCOME_S):
                     return None
-                reason = f"{address}: nobody answers there, or somebody else"
+                reason = f"{address}: no rank answers there"
             time.sleep(WAKE_S)
         return f"rank {self.rank} cannot reach rank 0 at {reason}"
 

@@ -79,7 +79,7 @@ def is_dead(process: tuple[int, str, str] | None) -> bool:
 
 
 def _begin_of(pid: int) -> str:
-    """Return when a process has begun, in ticks since the machine has; "ended" for one that nobody has waited for."""
+    """Return when a process has begun, in ticks since the machine has; "ended" for a zombie."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     return "ended" if fields[0] in "ZX" else fields[19]

@@ -39,7 +39,7 @@ WAKE_S = 0.45
 
 _TEXT_LIMIT = 2000  # characters of another rank's error
 _LATE_S = 60.0  # how often the log names ranks that are waited for
-_HELD_BYTES = 64 << 20  # of messages that nobody has heard yet; then rank 0 has to wait
+_HELD_BYTES = 64 << 20  # of messages that no call has taken yet; then rank 0 has to wait
 
 
 class Line(Protocol):

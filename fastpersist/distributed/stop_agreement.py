@@ -6,9 +6,9 @@ different moments, or only one of them. The messages, all sent and read at occas
     followers → coordinator   asked    this rank was told to stop
     coordinator → followers   at       the number of an occasion that is to come
     followers → coordinator   yes, no  this rank will stop there; or it is beyond it already
-    coordinator → followers   go, not  all stop there; or nobody does, and another occasion follows
+    coordinator → followers   go, not  all stop there; or none does, and another occasion follows
 
-While nobody is told to stop, no message is sent, and an occasion costs one look at the connections. Ranks wait only at
+While no rank is told to stop, no message is sent, and an occasion costs one look at the connections. Ranks wait only at
 the occasion that was named: followers for the decision, the coordinator for the answers, for `_ANSWER_S` at most. A
 deadlock is impossible: a rank that waits there has taken part in every collective before it. A rank that has already
 passed the occasion, because the message was slow, may wait in a collective for the others; then the coordinator sends

@@ -95,7 +95,7 @@ def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
 
 
 def log_of(root: str, rank: int) -> EventLog:
-    """Return the log of a root in this process. Steps of the root are told to it as long as somebody keeps it.
+    """Return the log of a root in this process. It gets the events of the root as long as a reference to it exists.
 
     Args:
         root: The directory, absolute.
@@ -120,7 +120,7 @@ def emit(
     time_s: float | None = None,
     wakes: bool = True,
 ) -> None:
-    """Tell of an event. This raises nothing and waits for nobody.
+    """Tell of an event. This raises nothing and does not wait.
 
     Args:
         kind: One of `KINDS`.

@@ -47,7 +47,7 @@ def is_older_torch_file(first: bytes) -> bool:
 
 
 def looks_like(first: bytes) -> str | None:
-    """Say what a file looks like, with an article, from its first LOOK_BYTES; None if nobody knows."""
+    """Say what a file looks like, with an article, from its first LOOK_BYTES; None if it is not known."""
     for magic, kind in _MAGICS:
         if first.startswith(magic):
             return kind

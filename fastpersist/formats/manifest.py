@@ -257,7 +257,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
         ConfigError: Anything that `parse_manifest` would refuse: an illegal name, two equal ones, a value of another
             type, more files than the format allows, …
 
-    Thread safety: safe, as long as nobody changes the manifest's dicts meanwhile.
+    Thread safety: safe, as long as no thread changes the manifest's dicts meanwhile.
     """
     try:
         files = [_file_json(entry) for entry in sorted(manifest.files, key=_by_name)]
@@ -279,7 +279,7 @@ def encode_manifest(manifest: CheckpointManifest) -> bytes:
             ),
         ]
         data = ("{\n  " + ",\n  ".join(members) + "\n}\n").encode()
-        # A checkpoint that nobody could load must not be published: parse the manifest first.
+        # A checkpoint that could not be loaded must not be published: parse the manifest first.
         _manifest_of(_json_object(data))
     except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"a manifest cannot hold this: {error}") from None

@@ -588,7 +588,7 @@ def iter_tensors(root: object) -> Iterator[tuple[str, SymbolicTensor]]:
         FormatError: A rebuild function of torch is called with arguments that it does not take.
         UnsupportedPickle: An unknown storage class or layout; nesting beyond 4,000 levels.
 
-    Thread safety: safe, as long as nobody changes the tree.
+    Thread safety: safe, as long as no thread changes the tree.
     """
     tensors: dict[int, SymbolicTensor] = {}  # by the id of their Call
     opened: set[int] = set()

@@ -457,7 +457,7 @@ def _verify_file(held: HeldDirectory, entry: FileEntry, engine: str) -> VerifyRe
 
 
 def _surplus(held: HeldDirectory, manifest: CheckpointManifest) -> tuple[str, ...]:
-    """Note the files of a directory that are not in its manifest: nobody loads them.
+    """Note the files of a directory that are not in its manifest: they are not loaded.
 
     Raises:
         UnsupportedError: The directory holds something that is neither a file nor a directory.

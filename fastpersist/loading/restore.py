@@ -5,8 +5,8 @@
    for all other entries: this gives their names, shapes and dtypes without a byte of data.
 3. Plan which tensor of the file goes to which tensor of a target (`target_plan`). Every misfit is found here.
 4. Load the entries without memory in a target (state that an optimizer does not have yet, schedulers, extra state);
-   with `verify`, check the rest. Unpickle again, around the loaded entries. Entries that nobody asked for are left out
-   (`selection`), and their storages are never read. Until this point no target has changed.
+   with `verify`, check the rest. Unpickle again, around the loaded entries. Entries that were not asked for are left
+   out (`selection`), and their storages are never read. Until this point no target has changed.
 5. Fill the targets' tensors from the file. Then call each target's own load_state_dict with its entry, which contains
    these same tensors: copying a tensor onto itself costs nothing, an optimizer adopts tensors of the right dtype and
    device, and hooks, extra state, groups and numbers are handled as usual.
@@ -191,7 +191,7 @@ def load_state(
         CoordinationError: What `read` raises where several ranks load together. The message says *partly overwritten*
             as that of StorageError does.
 
-    Thread safety: any thread; nobody else may use the targets meanwhile.
+    Thread safety: any thread; no other thread may use the targets meanwhile.
     """
     options = _Options(into or {}, keys, map_location, verify, weights_only, engine, read, rename=rename)
     with source or CheckpointSource(path) as source:

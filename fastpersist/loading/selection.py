@@ -147,7 +147,7 @@ def left_out_of(
 
 
 def tell_left_out(path: str, choice: Choice, bytes_of: Callable[[Any], int]) -> None:
-    """Log in one line which entries were left out because nobody asked for them, and their sizes."""
+    """Log in one line which entries were left out because they were not asked for, and their sizes."""
     if choice.left_out:
         names = [f"{joined_name('', found[0])} ({bytes_of(node) / 2**20:.1f} MiB)" for found, node in choice.left_out]
         more = f" and {len(names) - _SHOWN_COUNT} more" if len(names) > _SHOWN_COUNT else ""

@@ -4,8 +4,8 @@ The first result is a `Plan`: leaves (tensors that are filled in place, or get m
 load_state_dict of each target, and the like), which `restore` takes once all tensors are filled; and every reason why
 file and target do not fit. `targets` has the code that files and shards share.
 
-The second result is `SortedStorages`: a storage needs no memory if its tensors are filled in place, or if nobody asked
-for them. This is derived from the scanned pickle, before any object is built. All storages below a part of the pickle
+The second result is `SortedStorages`: a storage needs no memory if its tensors are filled in place, or if they were not
+asked for. This is derived from the scanned pickle, before any object is built. All storages below a part of the pickle
 that the plan does not mention, or that the scan does not understand, get memory.
 
 Nothing here reads a file or changes a target.
@@ -351,7 +351,7 @@ def _has_stock_load(optimizer: Optimizer) -> bool:
 
 
 def _restores_by_position(optimizer: Optimizer) -> bool:
-    """Tell whether the n-th state is the n-th parameter's: a hook may reorder it, so with hooks nobody knows."""
+    """Tell whether the n-th state is the n-th parameter's: a hook may reorder it, so with hooks this is not known."""
     return not optimizer._optimizer_load_state_dict_pre_hooks
 
 
@@ -409,7 +409,7 @@ _PLAIN_VALUES = (type(None), numbers.Number, str, bytes, set, frozenset, range, 
 
 
 class Unread:
-    """Marks an entry that nobody asked for."""
+    """Marks an entry that was not asked for."""
 
 
 UNREAD = Unread()
@@ -435,7 +435,7 @@ class SortedStorages:
     """The storages of a scanned pickle, sorted by what the plan does with the tensors in them.
 
     Attributes:
-        in_place: Keys of storages whose tensors are filled in place, or that nobody asked for: they need no memory.
+        in_place: Keys of storages whose tensors are filled in place, or that were not asked for: they need no memory.
         elsewhere: Keys of storages that get memory on a given device, and that device.
         whole: Parts of the pickle that the plan does not mention, or the scan does not understand: every storage below
             them gets memory.

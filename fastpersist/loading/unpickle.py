@@ -431,7 +431,7 @@ def new_storage(size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Allocate a storage whose bytes are about to be filled.
 
     In host memory the storage cannot grow, like those of torch.load: so torch refuses a tensor that a file describes as
-    larger than its storage. An ordinary storage would grow, by bytes that nobody has written. Device memory must come
+    larger than its storage. An ordinary storage would grow, by bytes that were never written. Device memory must come
     from torch's allocator, and can grow: `unpickle_with` checks this afterwards.
 
     A large storage in host memory has pages of its own, so a direct read can go straight to it. Such mappings are
@@ -495,7 +495,7 @@ def _comes_from_torch(error: BaseException) -> bool:
 
 
 def _load_mapped(source: CheckpointSource, map_location: MapLocation, weights_only: bool) -> Any:
-    """Load a file as views of it: nothing is read until somebody uses it.
+    """Load a file as views of it: nothing is read before it is used.
 
     The mapping is private, whatever torch.serialization.set_default_mmap_options says: what is changed in memory never
     reaches the file.

@@ -168,7 +168,7 @@ class RowStore:
         cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB"; "auto" is a quarter
             of the memory that is available, at most the table. Where requests go to a CUDA device, what the rows fill
             of it is pinned.
-        ahead_bytes: Memory for the results of requests made ahead that nobody has taken, on the host or on the device
+        ahead_bytes: Memory for the results of requests made ahead that were not taken yet, on the host or on the device
             that they are for; two may always be under way. "auto" is room for 1,024 rows, at most 256 MiB: these keep a
             disk busy, and the cache knows what is started later.
         engine: "auto" or a name that `engines()` lists, which never falls back; as in `save`.
@@ -538,7 +538,7 @@ class RowStore:
         return self._open(0) if self._native is None else self._native
 
     def _forget_parent(self) -> None:
-        self._lock = threading.RLock()  # the parent's may be held, and nobody here would release it
+        self._lock = threading.RLock()  # the parent's may be held, and no thread here would release it
         self._count_lock = threading.RLock()
         self._is_starting = False
         self._native = None
@@ -718,7 +718,7 @@ class RowStore:
         return self._shaped(rows, ticket._shape, ticket._device, cached, ticket._split)
 
     def _send_next(self) -> None:
-        """Send the rows of the oldest ticket that nobody has taken to its device, if they are there, in our stream.
+        """Send the rows of the oldest ticket that was not taken yet to its device, if they are there, in our stream.
 
         So the copy runs in parallel with the caller's work on the rows that were taken.
         """

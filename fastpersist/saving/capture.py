@@ -119,7 +119,7 @@ def _steps_on_current_stream(optimizer: Optimizer) -> bool:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _after_step(optimizer: Optimizer, _arguments: object, _keywords: object) -> None:
-    """Fail the saves with gate="manual" that nobody waited for; the counters do not show steps of fused optimizers."""
+    """Fail the saves with gate="manual" without a wait: the counters do not show steps of fused optimizers."""
     note_step(optimizer, manual=True)
     for capture in list(_pending):
         if capture.is_manual and capture.is_changed_by(optimizer):
@@ -247,7 +247,7 @@ class Capture:
             ordinals = [None if cuda.is_host_memory(storage) else cuda.ordinal_of(storage) for storage in storages]
             for index, source in enumerate(sources):
                 if ordinals[index] is None and not cuda.is_host_memory(source.storage):
-                    # This copy is the capture; nobody else has it, so it does not change.
+                    # This copy is the capture; no other code has it, so it does not change.
                     whole = byte_tensor(source.storage)
                     copy = whole[source.offset_bytes : source.offset_bytes + source.size_bytes].cpu()
                     storages[index], starts[index], kinds[index] = copy.untyped_storage(), copy.data_ptr(), _VOLATILE
@@ -436,7 +436,7 @@ class Capture:
         return torn
 
     def tear_by_step(self, optimizer: str) -> None:
-        """Fail the save: an optimizer has stepped, and nobody had waited for the capture."""
+        """Fail the save: an optimizer has stepped, and no caller had waited for the capture."""
         with self._lock:
             if self.is_sealed or self._error is not None:
                 return
@@ -468,7 +468,7 @@ class Capture:
                 raise self._error
 
     def hurry(self) -> None:
-        """Let the writer go at full speed: somebody waits, so it need not be paced for training any more."""
+        """Let the writer go at full speed: a caller waits, so it need not be paced for training any more."""
         for snapshot in self._snapshots:
             snapshot.hurry()
 

@@ -149,7 +149,7 @@ class DirectoryFiles:
             if self._entries.get(name) is None:
                 self.note(self._read(name))
         if missing := sorted(set(self._entries).difference(present)):
-            message = f"cannot save {self.final_path}: {missing[0]} is gone; somebody has deleted it"
+            message = f"cannot save {self.final_path}: {missing[0]} is gone: it was deleted"
             raise StorageError(errno.ENOENT, message, self.final_path)
         entries = {name: entry for name, entry in self._entries.items() if entry is not None}
         check_lengths(self.path, self.final_path, entries.values())

@@ -161,7 +161,7 @@ class Alone:
         """Prepare for files that a producer writes."""
 
     def take(self, entry: FileEntry) -> None:
-        """List a file that somebody else has written and synced."""
+        """List a file that another process or library has written and synced."""
         self._files.note_written_elsewhere(entry)
 
     def collect(self, *, durable: bool) -> None:
@@ -368,7 +368,7 @@ class DirectorySave(Uncopied):
         self._submit(lambda: self._write_bytes(name, kept))
 
     def add_written(self, name: str, size_bytes: int, crc32: int | None) -> None:
-        """Take a file that somebody else (another rank) has written and synced below `path`.
+        """Take a file that other code (such as another rank) has written and synced below `path`.
 
         It is neither read nor synced again. Without this, such files are published, too, after both.
 

@@ -2,7 +2,7 @@
 
 The writer spreads its work over the time from a save to the next step. This time is measured for each optimizer, from a
 save to the beginning of the next step, where the gate is. With gate="manual" it ends at the caller's wait, or at the
-end of the step if nobody waited: the beginning would be too early if forward and backward run inside `step(closure)`.
+end of the step if there was none: the beginning would be too early if forward and backward run inside `step(closure)`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Clock:
         self.stepped_s, self.is_beside = now_s, len(_under_way) > 0
 
 
-_under_way: weakref.WeakSet[object] = weakref.WeakSet()  # saves; one that nobody ends or holds any more is forgotten
+_under_way: weakref.WeakSet[object] = weakref.WeakSet()  # saves; one that is dropped unended is forgotten
 _clocks: weakref.WeakKeyDictionary[Optimizer, _Clock] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()  # re-entrant, like all locks here: a signal handler may save
 

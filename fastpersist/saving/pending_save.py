@@ -201,7 +201,7 @@ class PendingSave(Uncopied):
         return self._finished.wait(timeout)
 
     def hurry(self) -> None:
-        """Let the writer go at full speed, because somebody waits."""
+        """Let the writer go at full speed, because a caller waits."""
         for capture in self._captures:
             capture.hurry()
 
@@ -449,7 +449,7 @@ class PendingSave(Uncopied):
 class _Latch:
     """An event that is set once, whose waiters may be interrupted at any moment.
 
-    Ctrl-C while a threading.Event begins to wait can leave its lock locked for ever, so that nobody can set it.
+    Ctrl-C while a threading.Event begins to wait can leave its lock locked for ever, so that no thread can set it.
     """
 
     def __init__(self) -> None:

@@ -211,7 +211,7 @@ def pickle_skeleton(obj: object) -> Skeleton:
 
 
 def _torch_types() -> _native.TorchTypes | None:
-    """Return the objects that the native pickler needs; None if somebody has changed how tensors are reduced."""
+    """Return the objects that the native pickler needs; None if other code has changed how tensors are reduced."""
     slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
     for kind, reduce in _TORCH_REDUCES.items():
         if kind.__reduce_ex__ is not reduce or kind in copyreg.dispatch_table or slot_names(kind):
@@ -226,7 +226,7 @@ def _torch_types() -> _native.TorchTypes | None:
         is_ordinary=lambda obj: _kind(obj) is _Kind.OTHER,
         global_opcode=_global_opcode,
         location_of=torch.serialization.location_tag,
-        # Unless somebody registered a tagger before torch's own (10 and up).
+        # Unless other code registered a tagger before torch's own (10 and up).
         is_host_tagged_cpu=all(entry[0] >= 10 or entry[1] is no_tag for entry in torch.serialization._package_registry),
         functions=torch_functions(),
     )

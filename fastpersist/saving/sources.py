@@ -101,7 +101,7 @@ class SourceTable(Sequence[Source]):
         return self._total_bytes
 
     def facts(self) -> StorageFacts:
-        """Return what the storages were when the table was made; what they are now if nobody had looked then."""
+        """Return what the storages were when the table was made; what they are now if they were not looked at then."""
         return facts_of(self.storages) if self._facts is None else self._facts
 
     def addresses(self, facts: StorageFacts) -> MutableSequence[int]:

@@ -41,7 +41,7 @@ class Prefetch:
         uses: How often each unit was used.
         read_count: Units that were read.
         read_bytes: Bytes that were read for them.
-        wrong_guess_count: Units that nobody was reading yet when they were needed.
+        wrong_guess_count: Units that were not being read yet when they were needed.
         outside_count: Units that were needed when the ring had no room for them.
 
     Thread safety: none.

@@ -182,7 +182,7 @@ class WeightStream:
 
     def __init__(self, source: WeightSource, budget_bytes: int, device: torch.device, *, verify: bool) -> None:
         self._source = source
-        weakref.finalize(self, source.close)  # if a model is dropped with its stream, nobody closes the stream
+        weakref.finalize(self, source.close)  # if a model is dropped with its stream, no code closes the stream
         self._device = device
         self._budget_bytes = budget_bytes
         self._verify = verify

@@ -26,7 +26,7 @@ class BackgroundRead:
     Leaving by an exception stops the read, in about 50 ms. One owner thread.
 
     Args:
-        fd: A descriptor of the file, as in `read_extents`; nobody else may use it meanwhile.
+        fd: A descriptor of the file, as in `read_extents`; no other code may use it meanwhile.
         path: The path of the file, for messages.
         extents: What to read, and where to: host memory only, as the streams of devices belong to the caller's thread.
         engine: Engine name or "auto".

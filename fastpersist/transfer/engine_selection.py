@@ -150,7 +150,7 @@ def engine_ladder(
             has a tuning file.
         for_reading: A tuned engine that goes through the page cache is then left out: a tuning measures saving.
         uses_cached: A file that is read, and is mostly in the page cache, is read from there.
-        one_writer: Nobody else writes to the file meanwhile. Direct I/O is then tried on more file systems.
+        one_writer: No other process writes to the file meanwhile. Direct I/O is then tried on more file systems.
 
     Raises:
         ConfigError: Unknown engine name.

@@ -35,7 +35,7 @@ class PageWriter:
     """Writes pages to an open file, many at once. Close it before the descriptor.
 
     Args:
-        fd: A descriptor, open for reading and writing; nobody else writes to the file. The caller closes it. Its flag
+        fd: A descriptor, open for reading and writing; no other code writes to the file. The caller closes it. Its flag
             O_DIRECT may be changed.
         path: The path of the file, for messages.
         engine: Engine name or "auto".
@@ -72,7 +72,7 @@ class PageWriter:
         return PendingIO(request, self._path, None)
 
     def close(self) -> None:
-        """Wait for all writes, and give everything back. Errors that nobody has asked about are lost."""
+        """Wait for all writes, and give everything back. Errors that no call has asked about are lost."""
         self._native.wait_for_all()
         self._native.close()
         _native.forget_done_requests()

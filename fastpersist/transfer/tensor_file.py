@@ -76,7 +76,7 @@ class TensorFile:
 
     Requests that are under way at the same time have no order: if they overlap, wait in between. Later reads see at
     once what is written; it is durable after `sync()`. Closing waits for all requests, and makes nothing durable. The
-    next `sync()` or `close()` raises the error of a write that nobody has asked about.
+    next `sync()` or `close()` raises the error of a write that no call has asked about.
 
     On a CUDA device a request comes after the work that the calling thread's current stream has at the call; when it is
     done, the bytes are there for every stream. A device copies its requests of one direction in turn, so a stream that
@@ -370,7 +370,7 @@ class TensorFile:
         """Wait for all requests, and make what was written durable: bytes, length, and the name of a new file.
 
         Raises:
-            StorageError: A write failed that nobody has asked about; or the kernel reports an error, now or at an
+            StorageError: A write failed that no call has asked about; or the kernel reports an error, now or at an
                 earlier sync of this object: what it could not write then is lost.
         """
         with self._lock:
@@ -484,7 +484,7 @@ class TensorFile:
         """Wait for all requests, and close the file. Closing again does nothing.
 
         Raises:
-            StorageError, DeviceError: A write failed that nobody has asked about. The file is closed all the same.
+            StorageError, DeviceError: A write failed that no call has asked about. The file is closed all the same.
         """
         with self._lock:
             if self._closed:
@@ -559,7 +559,7 @@ class TensorFile:
         return self._native
 
     def _raise_first(self, failed: Sequence[_native.FileRequest]) -> None:
-        """Raise the first error of writes that nobody has asked about; the others go to the log."""
+        """Raise the first error of writes that no call has asked about; the others go to the log."""
         errors = [error for request in failed if (error := failure_of(request, self.path)) is not None]
         for error in errors[1:]:
             _log.error("%s; one more write that failed", error)
@@ -567,7 +567,7 @@ class TensorFile:
             raise errors[0]
 
     def _forget_parent(self) -> None:
-        self._lock = threading.Lock()  # the parent's may be held, and nobody here would release it
+        self._lock = threading.Lock()  # the parent's may be held, and no thread here would release it
         self._native = None
         self._lock_fds = []  # closed already
 

@@ -45,7 +45,7 @@ _ADDRESSABLE_BYTES = (1 << 63) - 1
 def storage_without_memory(size_bytes: int, address: int) -> torch.UntypedStorage:
     """Return a storage that has a length and an address, and no memory, so that files of any size can be planned.
 
-    Nobody may read or write its bytes.
+    Its bytes must not be read or written.
     """
     if not size_bytes:
         return torch.UntypedStorage(0, device="cpu")
@@ -58,7 +58,7 @@ def byte_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
-    """View host memory that somebody else owns as a uint8 tensor of shape [size_bytes]."""
+    """View host memory that other code owns as a uint8 tensor of shape [size_bytes]."""
     return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
 
 

@@ -2,7 +2,7 @@
 
 `looked_at` turns tensors and offsets into addresses, fast enough for ten thousand rows in one call. `tensor_memory`
 decides whether the bytes of a tensor can be reached at all. A `PendingIO` is a request under way: the native side keeps
-its tensors alive until it is done, even if nobody waits. `tensor_file` has files, engines and queues.
+its tensors alive until it is done, even if no caller waits. `tensor_file` has files, engines and queues.
 """
 
 from __future__ import annotations

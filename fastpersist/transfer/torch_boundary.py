@@ -61,7 +61,7 @@ def torch_functions() -> _native.TorchFunctions | None:
     with torch.inference_mode(False), torch.no_grad():
         samples = sample_tensors()
         if not all(type(sample) in (torch.Tensor, torch.nn.Parameter) for sample in samples):
-            return None  # somebody's mode makes other tensors
+            return None  # a mode of the caller makes other tensors
         return _native.TorchFunctions.find(torch._C.__file__, torch.Tensor, torch.UntypedStorage, samples)
 
 

@@ -237,7 +237,7 @@ class Operations:
         try:
             self.wait()
         except Exception as error:  # noqa: BLE001 - there is no caller to raise it to
-            _log.error("an operation that nobody waited for failed: %s", error)
+            _log.error("an operation that no call waited for failed: %s", error)
         self._files.close()
 
     def _make_room(self) -> None:

@@ -80,7 +80,7 @@ class RowFeatureStore(FeatureStore):  # type: ignore[misc] # torch_geometric has
         self._rows: dict[_Key, RowStore] = {}
         self._owned: list[RowStore] = []
         self._tensors: dict[_Key, torch.Tensor] = {}
-        # By the identity of their ids. A ticket keeps these alive; nobody but its owner keeps the ticket.
+        # By the identity of their ids. A ticket keeps these alive; only its owner keeps the ticket.
         self._ahead: weakref.WeakValueDictionary[int, NodeTicket] = weakref.WeakValueDictionary()
 
     def add(

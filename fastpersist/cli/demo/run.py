@@ -116,7 +116,7 @@ def run_trainer(
         for line in child.stdout or ():
             try:
                 run.note(json.loads(line))
-            except ValueError:  # also half a line, of a trainer that somebody else killed
+            except ValueError:  # also half a line, of a trainer that was killed from outside
                 raise TrainerFailedError(f"the trainer said {_shown(line)}, which is none of its messages") from None
             if run.step == last_step:
                 delay_s = random.uniform(0, run.step_s() or 0.01)

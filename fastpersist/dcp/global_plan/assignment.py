@@ -146,7 +146,7 @@ class _Chunks:
             first = self.holder(chunk)
             if first[0] != number and lengths == self._groups[first[0]].held.place(first[1])[1]:
                 self.further_holders.setdefault(chunk, []).append((number, item))
-            elif all(lengths) and not self.bytes_of[chunk]:  # an empty chunk has this place, and nobody writes it
+            elif all(lengths) and not self.bytes_of[chunk]:  # an empty chunk has this place, and no rank writes it
                 self.further_holders.pop(chunk, None)
                 self.first_holder[2 * chunk], self.first_holder[2 * chunk + 1] = number, item
                 self.bytes_of[chunk] = math.prod(lengths) * item_bytes[kind]

@@ -279,7 +279,7 @@ def connection_over(connected: socket.socket, token: bytes, own_rank: int | None
     """
     try:
         if own_rank is not None and connected.getsockname() == connected.getpeername():
-            # Nobody listens at the port any more, and the kernel has picked it for this end: TCP allows that.
+            # No process listens at the port any more, and the kernel has picked it for this end: TCP allows that.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         return Connection(connected, token, own_rank)
     except OSError:

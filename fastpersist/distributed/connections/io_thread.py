@@ -149,7 +149,7 @@ class Connections:
         """Connect with the coordinator, unless this follower is connected already.
 
         Raises:
-            OSError: The coordinator cannot be reached. ConnectionRefusedError: nobody listens there.
+            OSError: The coordinator cannot be reached. ConnectionRefusedError: no process listens there.
         """
         with self._connecting:
             if 0 in self._by_rank:
@@ -312,7 +312,7 @@ class Connections:
                     self.changed.notify_all()
                 if time.monotonic() >= self._return_s:
                     self._return()
-        except ReferenceError:  # nobody uses these ranks any more
+        except ReferenceError:  # these ranks are not used any more
             return
         except Exception as error:  # noqa: BLE001 - else calls would wait for a thread that is gone
             _log.exception("the thread %s has failed", IO_THREAD)
@@ -337,7 +337,7 @@ class Connections:
         try:
             self.connect(_CONNECT_S)
         except ConnectionRefusedError:
-            pass  # nobody listens there any more
+            pass  # no process listens there any more
         except OSError:
             self._return_soon()
 

@@ -201,7 +201,7 @@ def test_what_fails_and_nobody_waits_for_is_in_the_log(source: Path, caplog: pyt
     handle.async_pread(torch.empty(SIZE + 1, dtype=torch.uint8), source)
     del handle
     gc.collect()
-    assert "an operation that nobody waited for failed" in caplog.text
+    assert "an operation that no call waited for failed" in caplog.text
 
 
 @pytest.mark.parametrize(("sys_errno", "kind"), [(errno.EIO, fp.StorageError), (errno.ENOSPC, fp.NoSpaceError)])

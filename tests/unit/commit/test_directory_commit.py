@@ -523,7 +523,7 @@ def test_directory_that_is_deleted_while_it_is_written_is_not_published(
 def test_manifest_that_somebody_else_wrote_is_not_published(tmp_path: Path) -> None:
     pending = begin(tmp_path / NAME)
     (Path(pending.path) / "MANIFEST.json").write_bytes(b"mine")
-    with pytest.raises(StorageError, match="written by somebody else"):
+    with pytest.raises(StorageError, match="written by another program"):
         pending.publish(b"{}")
     assert os.listdir(tmp_path) == []
 
