@@ -48,6 +48,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 from fastpersist import _native
@@ -174,6 +175,9 @@ class PendingDirectory:
         pending = None
         kept = False
         try:
+            if permissions is not None:
+                with _opened(path) as directory_fd:
+                    permissions.give_inherited(directory_fd, path, final_path)
             fd = filesystem().create(manifest_path)
             pending = cls(path, final_path, permissions, fd)
             free = lock_record(fd, manifest_path) is not Lock.BUSY
@@ -306,12 +310,8 @@ class PendingDirectory:
             filesystem().sync(self._manifest_fd, manifest_path)
             self.sync_s += time.monotonic() - started_s
         if self._permissions is not None:
-            with storage_errors("opening", self.path):
-                fd = os.open(self.path, _READ_FLAGS | os.O_DIRECTORY)
-            try:
+            with _opened(self.path) as fd:
                 self._permissions.give_to(fd, self.path, self.final_path)
-            finally:
-                os.close(fd)
         if durable:
             for name in reversed(directories):
                 self._sync_directory(os.path.join(self.path, name) if name else self.path)
@@ -409,6 +409,16 @@ class PendingDirectory:
             raise ConfigError(f"{self.final_path} is being saved by process {self._process}, not by its forked child")
         if self._manifest_fd < 0:
             raise InternalError(f"{self.final_path} was published or given up already")
+
+
+@contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    with storage_errors("opening", directory):
+        fd = os.open(directory, _READ_FLAGS | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _check_name(path: str, overwrite: Overwrite) -> Permissions | None:

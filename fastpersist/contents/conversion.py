@@ -47,11 +47,12 @@ __all__ = ["Conversion", "Wish", "convert"]
 
 
 _METADATA = {"format": "pt"}
+"""What transformers looks for in a safetensors file."""
+
 # The files of a checkpoint that shards replace; the others that its manifest lists, such as a config.json, stay.
 _TENSOR_FILE = re.compile(
     r".*\.(pt|pth|bin|ckpt|safetensors|distcp|metadata|part-\d{5})|PARTS\.json|COPY\.json", re.DOTALL
 )
-"""What transformers looks for in a safetensors file."""
 
 
 class Wish(NamedTuple):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from fastpersist.arguments import local_path
 from fastpersist.commit.filesystem import absolute_path, filesystem, is_there, storage_errors
 from fastpersist.commit.locks import ROOT_LOCK_NAME
+from fastpersist.commit.permissions import copy_permissions
 from fastpersist.commit.step_listing import read_manifest
 from fastpersist.errors import CheckpointNotFoundError, ConfigError, CorruptionError, UnsupportedError
 from fastpersist.formats.manifest import MANIFEST_NAME, check_file_name
@@ -189,8 +190,7 @@ def keep_others(others: Others, from_path: str, to_path: str) -> list[tuple[str,
                 _link_or_copy(source, target)
                 kept.append((name, os.stat(target).st_size))
     for name in reversed(others.directories):  # last: they may be read-only
-        with storage_errors("keeping", os.path.join(from_path, name)):
-            shutil.copymode(os.path.join(from_path, name), os.path.join(to_path, name))
+        copy_permissions(os.path.join(from_path, name), os.path.join(to_path, name))
     return kept
 
 
@@ -202,7 +202,7 @@ def _link_or_copy(source: str, target: str) -> None:
             is_linked = True
     if not is_linked:
         shutil.copyfile(source, target)
-        shutil.copymode(source, target)
+        copy_permissions(source, target)
     fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
     try:
         filesystem().sync(fd, target)  # the directory's publish counts on that
