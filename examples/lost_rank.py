@@ -96,8 +96,9 @@ def main(root: Path, steps: int) -> None:
 
     processes = [start(rank, 0) for rank in range(COUNT)]
     processes[LOST_RANK].join()
-    print(f"rank {LOST_RANK} is gone ({signal.Signals(-(processes[LOST_RANK].exitcode or 0)).name})", flush=True)
-    processes[LOST_RANK] = start(LOST_RANK, 1)
+    if code := processes[LOST_RANK].exitcode:  # 0 if it resumed behind the step at which it is killed
+        print(f"rank {LOST_RANK} is gone ({signal.Signals(-code).name})", flush=True)
+        processes[LOST_RANK] = start(LOST_RANK, 1)
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * COUNT

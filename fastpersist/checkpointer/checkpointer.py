@@ -137,6 +137,7 @@ class Checkpointer(Uncopied):
     Raises:
         ConfigError: An option makes no sense, or the root is a file.
         PeerError: Another rank of the process group is gone.
+        CoordinationError: The ranks cannot reach each other, or rank 0 cannot listen.
 
     Thread safety: any thread may call steps, latest, best, load and stats; only the training thread calls the other
     methods.

@@ -59,7 +59,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--format", choices=("auto", "torch", "safetensors"), default="auto", help="format of B; auto: by its suffix"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace B; files in a directory that are no checkpoint stay")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace B; files in a directory that are no checkpoint stay"
+    )
     parser.add_argument("--engine", default="auto", metavar="NAME", help="the engine that reads and writes")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=run)

@@ -221,8 +221,8 @@ class RowWriter(Uncopied):
     With resume=True an error, Ctrl-C or a kill leaves the rows that are durable, and the next `RowWriter` of the same
     table, also with resume=True, goes on behind them. `row_count` says in the `with` block how many rows it has. It
     reads them all once, to be sure that they are whole. Every GiB is made durable as soon as it is there, so a kill
-    loses little more than a GiB. The exception is the publication of the complete table (sync and rename): after an error,
-    Ctrl-C or a kill in it, writing may begin anew.
+    loses little more than a GiB. The exception is the publication of the complete table (sync and rename): after an
+    error, Ctrl-C or a kill in it, writing may begin anew.
 
     Args:
         path: The table's path: .npy, or .safetensors for dtypes that numpy lacks. The rows begin on a page of the file.
