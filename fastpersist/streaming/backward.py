@@ -62,11 +62,13 @@ class SavedTensorHooks:
         """Have autograd call the hooks in this thread.
 
         Raises:
-            UnsupportedError: A transform of torch.func forbids hooks.
+            UnsupportedError: A transform of torch.func forbids hooks, and gradients are on.
         """
         try:
             self._entered.extend(starmap(torch._C._autograd._push_saved_tensors_default_hooks, [self._hooks]))
         except RuntimeError as error:
+            if not torch.is_grad_enabled():
+                return
             raise UnsupportedError(
                 f"the gradients of streamed weights' inputs need hooks on saved tensors, and none can be set here "
                 f"({error}): use torch.autograd.grad in place of torch.func.grad, vjp and jacrev"

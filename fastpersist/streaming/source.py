@@ -112,9 +112,13 @@ class WeightSource:
         """Return an open file, after checking that it has not changed.
 
         Raises:
+            ConfigError: The source is closed; another thread may have done that.
             StorageError: It was changed in place since it was opened.
         """
-        opened = self._files[number]
+        files = self._files
+        if not files:
+            raise ConfigError(f"{self.path} is read no more: its stream is closed")
+        opened = files[number]
         path = opened.file.path
         with storage_errors("looking at", path):
             now = _identity(os.fstat(opened.file.fileno()))

@@ -171,7 +171,7 @@ class _Entered(NamedTuple):
     """A unit whose forward runs, and what autograd was told for that time."""
 
     unit: Unit
-    saving: SavedTensorHooks | None
+    saving: SavedTensorHooks
 
 
 class WeightStream:
@@ -304,10 +304,11 @@ class WeightStream:
         if chosen.missing_bytes:
             largest = sorted(units, key=lambda unit: unit.size_bytes * (not unit.must_stay), reverse=True)[:2]
             named = " and ".join(f"{unit.name or 'the model'} with {unit.size_bytes}" for unit in largest)
+            kept_bytes = sum(unit.size_bytes for unit in units if unit.must_stay)
             raise ConfigError(
                 f"budget_bytes is {self._budget_bytes}; this model needs at least "
-                f"{self._budget_bytes + chosen.missing_bytes} for its two largest units ({named}) and what must stay "
-                f"in memory ({sum(unit.size_bytes for unit in units if unit.must_stay)})"
+                f"{self._budget_bytes + chosen.missing_bytes} for its two largest units ({named}), the largest piece "
+                f"of a unit once more, and what must stay in memory ({kept_bytes})"
             )
         values_of_small = self._read_small(small)
         # From here on nothing fails, and the model changes.
@@ -486,11 +487,10 @@ class WeightStream:
                     self._wait(filling)
                     if unit.number not in self._bound:
                         self._bind(unit, filling)
-            # In residents, too: weights that are read on demand are bound while these use them.
-            saving = self._backward.saving(self._streamed_and_bound) if torch.is_grad_enabled() else None
+            # In residents and without gradients, too: they may use weights on demand, and turn gradients on.
+            saving = self._backward.saving(self._streamed_and_bound)
             self._stack.append(_Entered(unit, saving))  # from here on `_unwind` finishes the unit
-            if saving is not None:
-                saving.enter()
+            saving.enter()
         except BaseException as error:
             if not self._is_entered(unit):
                 self._take_away(unit)
@@ -543,7 +543,7 @@ class WeightStream:
     def _finish_last(self) -> None:
         """Take the last unit from the stack, and its weights away, unless they stay."""
         unit, saving = self._stack[-1]
-        if saving is not None and self._holder == threading.get_ident():  # it is that thread's alone
+        if self._holder == threading.get_ident():  # the hooks are that thread's alone
             saving.leave()
         self._stack.pop()
         if self._is_entered(unit):  # it calls itself
@@ -644,7 +644,8 @@ class WeightStream:
         if not has_rows(weight):
             return torch.nn.functional.embedding(ids, self.read_on_demand(weight))
         started = perf_counter()
-        rows, read_bytes = read_rows(self._source, weight, ids)
+        with plainly():
+            rows, read_bytes = read_rows(self._source, weight, ids)
         self._stall_s += perf_counter() - started
         self._on_demand_bytes += read_bytes
         return rows

@@ -206,6 +206,28 @@ def test_lazy_views_of_complex_weights_have_their_gradients(
     assert torch.equal(given.grad, also.grad)
 
 
+def test_a_forward_that_turns_gradients_on_has_them(path: Path, inputs: torch.Tensor) -> None:
+    """As models of forces do, which need a gradient while the caller has turned them off."""
+
+    def turn_on(model: Model) -> Model:
+        for layer in model.layers:
+            layer.forward = torch.enable_grad()(layer.forward)
+        return model
+
+    whole = Model()
+    whole.load_state_dict(fp.load(path))
+    model = meta()
+    given, also = (inputs.clone().requires_grad_() for _ in range(2))
+    with fp.stream(model, path, budget_bytes=BUDGETS[0]):
+        with torch.no_grad():
+            found, expected = turn_on(model)(given), turn_on(whole)(also)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+    assert given.grad is not None
+    assert also.grad is not None
+    assert torch.equal(given.grad, also.grad)
+
+
 def test_a_stream_that_is_closed_meanwhile_is_an_error(path: Path, inputs: torch.Tensor) -> None:
     model = meta()
     with fp.stream(model, path, budget_bytes=BUDGETS[0]):

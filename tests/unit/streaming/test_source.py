@@ -260,3 +260,11 @@ def test_a_place_knows_its_length() -> None:
     assert Place(0, 8, torch.bfloat16, (3, 5), None).size_bytes == 30
     assert Place(0, 8, torch.bfloat16, (), None).size_bytes == 2
     assert Place(0, 8, torch.bfloat16, (0, 5), None).size_bytes == 0
+
+
+def test_a_source_that_another_thread_has_closed_is_a_clear_error(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    source = WeightSource(str(tmp_path / "m.safetensors"), engine="auto")
+    source.close()
+    with pytest.raises(ConfigError, match=r"m.safetensors is read no more: its stream is closed"):
+        source.file(0)

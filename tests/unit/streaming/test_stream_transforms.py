@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.forking import Report, run_in_child
-from support.streamed_models import loaded_whole, save_weights
+from support.streamed_models import Blocks, least_budget, loaded_whole, on_meta, save_weights
 from torch import nn
 
 import fastpersist as fp
@@ -69,6 +69,18 @@ def test_transforms_give_what_they_give_of_the_model_loaded_whole(
                 assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
     run_in_child(work)  # a weight whose memory was of a transform that is over ended the process
+
+
+def test_rows_of_an_embedding_are_read_inside_transforms_of_something_else(tmp_path: Path) -> None:
+    path = save_weights(Blocks(3), tmp_path / "model.safetensors")
+    whole, model, ids = loaded_whole(Blocks(3), path), on_meta(Blocks(3)), torch.tensor([[1, 2]])
+    shift = torch.linspace(-1.0, 1.0, whole.embed(ids).shape[-1])
+    with fp.stream(model, path, budget_bytes=least_budget(lambda: on_meta(Blocks(3)), path)):
+        for transform in (torch.func.jacfwd, lambda function: lambda at: torch.func.jvp(function, (at,), (at,))[1]):
+            found, expected = (
+                transform(lambda at, each=each: each.blocks[0](each.embed(ids) + at))(shift) for each in (model, whole)
+            )
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
