@@ -271,8 +271,8 @@ def refuse_without_checksums(source: CheckpointSource) -> None:
     kind = ""
     if source.kind == "other" and source.is_of_older_torch():
         kind = "a file of an older torch.save, which has no checksums"
-    elif source.kind == "other" and npy.is_npy(source.read_at(0, min(LOOK_BYTES, source.size_bytes))):
-        kind = source.looks_like()
+    elif source.path.endswith(".npy") and npy.is_npy(source.read_at(0, min(LOOK_BYTES, source.size_bytes))):
+        kind = source.looks_like()  # under the name of a checkpoint it would be damage
     elif source.kind == "torch_zip" and _is_torchscript(source):
         kind = "a TorchScript archive"
     if kind:
