@@ -25,8 +25,9 @@ from support.tensor_files import EVERY, bytes_of, faults, pattern, skip_without,
 
 import fastpersist as fp
 from fastpersist import _native
+from fastpersist.config import Config
 from fastpersist.errors import EndOfFileError, NoSpaceError, StorageError
-from fastpersist.transfer import tensor_file
+from fastpersist.transfer import engine_selection, tensor_file
 
 torch.set_num_threads(1)
 
@@ -230,8 +231,7 @@ def test_a_ladder_that_begins_in_the_page_cache_never_becomes_direct(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As a tuning file may have it. What was cut for the page cache would not do for direct I/O.
-    ladder = ["fault:threads-buffered", "uring", "threads", "threads-buffered"]
-    monkeypatch.setattr(tensor_file, "engine_ladder", lambda *arguments, **named: list(ladder))
+    monkeypatch.setattr(engine_selection, "config_for", lambda fd: Config(engine_wish="fault:threads-buffered"))
     with fp.TensorFile(path, "w") as file:
         with armed(op="write", sys_errno=errno.EOPNOTSUPP) as hits:
             file.write(fp.locked_tensor(4096, torch.uint8))
