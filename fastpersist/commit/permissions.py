@@ -32,7 +32,7 @@ class Permissions:
     """Who may use a file or directory.
 
     Attributes:
-        mode: The permission bits, and for a directory the set-group-ID bit.
+        mode: The permission bits, and for a directory the set-group-ID bit and the sticky bit.
         uid: The user who owns it.
         gid: The group that owns it.
     """
@@ -44,7 +44,7 @@ class Permissions:
     @classmethod
     def of(cls, status: os.stat_result) -> Permissions:
         """Return the permissions that a status tells. An ACL is read later, where it is given to the new file."""
-        bits = 0o777 | (stat.S_ISGID if stat.S_ISDIR(status.st_mode) else 0)
+        bits = 0o777 | (stat.S_ISGID | stat.S_ISVTX if stat.S_ISDIR(status.st_mode) else 0)
         return cls(stat.S_IMODE(status.st_mode) & bits, status.st_uid, status.st_gid)
 
     def give_inherited(self, fd: int, path: str, replaced: str) -> None:

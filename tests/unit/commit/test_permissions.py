@@ -248,10 +248,10 @@ def test_files_of_a_directory_inherit_what_they_did_in_the_old_one(tmp_path: Pat
     path = tmp_path / "step"
     save_directory(path, 1)
     os.chown(path, 0, PROJECT)
-    path.chmod(0o2770)
+    path.chmod(0o3770)
     set_acl(path, DEFAULT, acl(mask=6))
     save_directory(path, 2)
-    assert mode_of(path) == 0o2770
+    assert mode_of(path) == 0o3770
     for name in ("model.pt", "MANIFEST.json"):
         assert (path / name).stat().st_gid == PROJECT
         assert os.getxattr(path / name, ACCESS) == acl(mask=6)
