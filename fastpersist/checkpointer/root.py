@@ -224,6 +224,12 @@ class Root:
     def log_events(self, rank: int) -> None:
         """Log what happens to the steps from now on, as this rank."""
         self._events = log_of(self.path, rank)
+        self._tell_log_the_device()
+
+    def _tell_log_the_device(self) -> None:
+        """Have no late event written elsewhere, if the file system is unmounted before it is delivered."""
+        if self._events is not None and self._device is not None:
+            self._events.device = self._device
 
     # --- the lock
 
@@ -257,6 +263,7 @@ class Root:
         made = make_directories(self.path)
         with storage_errors("looking up", self.path):
             self._device = os.stat(self.path).st_dev
+        self._tell_log_the_device()
         timeout_s, self._lock_timeout_s = self._lock_timeout_s, 0.0  # a training that goes on without it waits once
         self._root_lock = RootLock.acquire(self.path, timeout_s=timeout_s)
         sweep_directories(self.path, _STEP_PATTERN, locks_work=self._root_lock.excludes_others)

@@ -62,16 +62,17 @@ class EventLog:
 
     Attributes:
         root, rank: The same as the arguments.
+        device: The device of the root, as far as it is known: of the last save, or of the last event.
     """
 
     def __init__(self, root: str, rank: int) -> None:
         self.root = root
         self.rank = rank
+        self.device: int | None = None
         self._path = os.path.join(root, events_name(rank))
         self._saves = False
         self._has_looked = False
         self._has_failed = False
-        self._device: int | None = None  # of the root, when an event was appended last
         self._waiting: deque[bytes] = deque(maxlen=_WITHOUT_ROOT_COUNT)  # until the root is there
 
     def append(self, event: Event) -> None:
@@ -91,16 +92,25 @@ class EventLog:
                 _log.warning("%s: events are not logged there: %s; this is logged once", self._path, error.strerror)
 
     def _write_waiting(self) -> None:
-        device = _device_of(self.root)
-        if self._device is not None and not is_root_on(self.root, device, self._device):
-            raise FileNotFoundError(errno.ENOENT, "its file system is not mounted", self.root)
-        self._device = device
+        # What follows is in this directory, even if its file system is unmounted meanwhile.
+        directory_fd = os.open(self.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            device = _device_of(directory_fd)
+            if self.device is not None and not is_root_on(self.root, device, self.device):
+                raise FileNotFoundError(errno.ENOENT, "its file system is not mounted", self.root)
+            self.device = device
+            self._write_to(directory_fd)
+        finally:
+            os.close(directory_fd)
+
+    def _write_to(self, directory_fd: int) -> None:
+        name = events_name(self.rank)
         made = os.O_CREAT if self._saves else 0
         flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | made  # a FIFO there is an error, and no wait
-        fd = os.open(self._path, flags, 0o666)
+        fd = os.open(name, flags, 0o666, dir_fd=directory_fd)
         try:
             size_bytes = os.fstat(fd).st_size
-            if not self._has_looked and size_bytes and not _ends_a_line(self._path, size_bytes):
+            if not self._has_looked and size_bytes and not _ends_a_line(name, directory_fd, size_bytes):
                 os.write(fd, b"\n")
             self._has_looked = False  # if a full disk cuts a line, the next call ends it
             while self._waiting:
@@ -113,17 +123,19 @@ class EventLog:
         finally:
             os.close(fd)
         if self._saves and size_bytes >= _SIZE_MAX_BYTES:
-            os.replace(self._path, f"{self._path}.1")
+            os.replace(name, f"{name}.1", src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
 
-def _device_of(path: str) -> int:
-    return os.stat(path).st_dev
+def _device_of(fd: int) -> int:
+    return os.fstat(fd).st_dev
 
 
-def _ends_a_line(path: str, size_bytes: int) -> bool:
-    with open(path, "rb") as file:
-        file.seek(size_bytes - 1)
-        return file.read(1) == b"\n"
+def _ends_a_line(name: str, directory_fd: int, size_bytes: int) -> bool:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        return os.pread(fd, 1, size_bytes - 1) == b"\n"
+    finally:
+        os.close(fd)
 
 
 def encode_line(event: Event) -> bytes:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,25 @@ class Disk:
         assert not found, f"{found} were written to the directory below the mount"
 
 
+@contextmanager
+def held_events(elsewhere: Path) -> Iterator[None]:
+    """Hold the thread that delivers events: those that come meanwhile reach no log before the block ends."""
+    holds, may_go_on = threading.Event(), threading.Event()
+
+    def hold(event: fp.events.Event) -> None:
+        holds.set()
+        may_go_on.wait(60)
+
+    unsubscribe = fp.events.subscribe(hold)
+    fp.save({}, elsewhere)
+    assert holds.wait(60)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        unsubscribe()
+
+
 def said_of(pending: fp.PendingSave) -> str:
     error = pending.exception()
     return "" if error is None else f"{type(error).__name__}: {error}"
@@ -95,6 +117,22 @@ def test_nothing_is_written_where_the_file_system_was_until_it_is_back(tmp_path:
         assert checkpoints.steps() == [1, 5]
     assert hidden_names(root) == []
     assert fp.load(root / "step-00000005" / "state.pt", verify=True)["step"] == run.step
+
+
+@needs_root
+@in_child(SMALL_RING)
+def test_events_of_earlier_saves_wait_too_until_it_is_back(tmp_path: Path) -> None:
+    own_mounts()
+    disk = Disk(tmp_path)
+    with fp.Checkpointer(disk.point) as checkpoints:
+        with held_events(tmp_path / "other.pt"):
+            checkpoints.save(1, {"a": 1}).result()
+            disk.unmount()
+        disk.assert_nothing_below()
+        disk.mount()
+        checkpoints.save(2, {"a": 2}).result()
+    committed = [event.step for event in fp.events.read_events(disk.point) if event.kind == "committed"]
+    assert committed == [1, 2]
 
 
 @needs_root

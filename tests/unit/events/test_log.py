@@ -162,7 +162,7 @@ def test_nothing_is_written_to_the_directory_below_a_root_that_is_unmounted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mount(device: int) -> None:
-        monkeypatch.setattr(log, "_device_of", lambda path: device)
+        monkeypatch.setattr(log, "_device_of", lambda fd: device)
 
     mount(1)
     of_root = EventLog(str(tmp_path), 0)
