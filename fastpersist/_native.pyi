@@ -370,6 +370,11 @@ class RowRequest:
         """Raise the first failure, if any. The request must be done."""
     def cancel(self, why: str) -> None: ...
 
+class PlainRows:
+    """Finds the memory of ids and rows without Python's checks; `row` has the shape and the dtype of the rows."""
+
+    def __init__(self, tensor: type, storage: type, row: torch.Tensor) -> None: ...
+
 class RowStore:
     """A table of rows; csrc/rows/store.h has the contract.
 
@@ -394,6 +399,10 @@ class RowStore:
     def first_bad_id(self, ids: int, count: int) -> int:
         """Return the place of the first id that is no row, or how many there are."""
     def start(self, ids: int, count: int, result: int, batch: int, owner: object) -> RowRequest: ...
+    def bring(self, ids: int, count: int, result: int, batch: int, owner: object) -> None:
+        """Start a request and wait for it; if the wait is interrupted, nothing is written to the result any more."""
+    def bring_plain(self, plain: PlainRows, ids: torch.Tensor, rows: object) -> bool:
+        """Bring rows if ids and rows are plain tensors that fit, and all ids are valid; return whether they are."""
     def register(self, ids: int, count: int, batch: int) -> None: ...
     def unregister(self, ids: int, count: int, batch: int) -> None: ...
     def keep(self, ids: int, count: int) -> int:

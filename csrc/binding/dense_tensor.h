@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <span>
 
 namespace fastpersist {
@@ -23,12 +25,27 @@ struct DenseTensor {
   uint64_t byte_offset;
 
   static constexpr int32_t kHost = 1;
+  static constexpr uint8_t kSignedInteger = 0, kComplex = 5;  // type codes
 
   std::span<const int64_t> shape() const { return {extents, size_t(dim_count)}; }
 
   // The strides, or null if DLPack does not define them, as for a tensor of one element.
   const int64_t* strides() const {
     return std::ranges::all_of(shape(), [](int64_t extent) { return extent > 1; }) ? strides_or_null : nullptr;
+  }
+
+  uint64_t ElementCount() const {
+    return std::accumulate(shape().begin(), shape().end(), uint64_t{1}, std::multiplies<uint64_t>());
+  }
+
+  // Whether the elements lie one after the other, in order of their indices.
+  bool IsContiguous() const {
+    int64_t expected = 1;
+    for (int32_t dim = dim_count - 1; dim >= 0 && strides_or_null != nullptr; --dim) {
+      if (extents[dim] != 1 && strides_or_null[dim] != expected) return false;
+      expected *= extents[dim];
+    }
+    return true;
   }
 
   // The address of the first element; 0 if there is none.

@@ -19,12 +19,8 @@ constexpr uint8_t kCountMax = 15;         // the low bits of a cell; its tag is 
 
 constexpr uint32_t kPlacesPerSlot = 2;  // the most places of the directory for each slot
 
-uint64_t HashOf(uint64_t row) { return row * 0x9E3779B97F4A7C15U; }
-// Spread over `count` places by the high bits.
-size_t PlaceFor(uint64_t hash, size_t count) {
-  return static_cast<size_t>((static_cast<unsigned __int128>(hash) * count) >> 64);
-}
-uint16_t TagOf(uint64_t row) { return static_cast<uint16_t>(HashOf(row) & 0xfff0); }
+
+uint16_t TagOf(uint64_t hash) { return static_cast<uint16_t>(hash & 0xfff0); }
 
 // Make room in an empty vector, on huge pages, because look-ups are random.
 template <class Value>
@@ -67,20 +63,6 @@ Result<std::unique_ptr<RowCache>> RowCache::Create(uint64_t cache_bytes, uint32_
   return std::unique_ptr<RowCache>(
       new RowCache(slab, slab_bytes, row_bytes, static_cast<uint32_t>(slot_count), row_count));
 }
-
-size_t RowCache::HomeOf(uint64_t row) const {
-  return HasPlaceForEachRow() ? row : PlaceFor(HashOf(row), directory_.size());
-}
-
-// Where the slot of a row is, or the free place where it would be.
-size_t RowCache::PlaceOf(uint64_t row) const {
-  size_t place = HomeOf(row);
-  if (HasPlaceForEachRow()) return place;
-  while (directory_[place] != kNoSlot && entries_[directory_[place]].row != row) place = Next(place);
-  return place;
-}
-
-uint32_t RowCache::Find(uint64_t row) const { return directory_.empty() ? kNoSlot : directory_[PlaceOf(row)]; }
 
 // Later slots move into the hole if their homes are not behind it.
 void RowCache::Erase(uint64_t row) {
@@ -139,9 +121,9 @@ uint16_t& RowCache::CellOf(uint64_t row) { return cells_[PlaceFor(HashOf(row), c
 uint8_t RowCache::CountMiss(uint64_t row) {
   if (++miss_count_ >= kAgeAfterPerSlot * slot_count_) Age();
   uint16_t& cell = CellOf(row);
-  const int so_far = (cell & ~kCountMax) == TagOf(row) ? cell & kCountMax : 0;
+  const int so_far = (cell & ~kCountMax) == TagOf(HashOf(row)) ? cell & kCountMax : 0;
   const auto count = static_cast<uint8_t>(std::min<int>(so_far + 1, kCountMax));
-  cell = static_cast<uint16_t>(TagOf(row) | count);
+  cell = static_cast<uint16_t>(TagOf(HashOf(row)) | count);
   return count;
 }
 

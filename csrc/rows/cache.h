@@ -54,7 +54,7 @@ class RowCache {
     const std::byte* const bytes = BytesOf(slot);  // the hardware prefetches the rest of a long row
     for (uint32_t at = 0; at < std::min(row_bytes_, kPrefetchedBytes); at += kLineBytes) __builtin_prefetch(bytes + at);
   }
-  uint32_t Find(uint64_t row) const;
+  uint32_t Find(uint64_t row) const { return directory_.empty() ? kNoSlot : directory_[PlaceOf(row)]; }
   const std::byte* BytesOf(uint32_t slot) const { return slab_ + (uint64_t{slot} * row_bytes_); }
   // The memory of all slots, mapped by MapBuffers. The slots in use come first.
   std::span<std::byte> slab() const { return {slab_, slab_bytes_}; }
@@ -117,8 +117,19 @@ class RowCache {
   // The directory has an entry for each row of the table if this takes no more memory than a hash table with linear
   // probing, at most half full and without tombstones. Otherwise it is such a hash table.
   bool HasPlaceForEachRow() const { return directory_.size() == row_count_; }
-  size_t HomeOf(uint64_t row) const;
-  size_t PlaceOf(uint64_t row) const;
+  size_t HomeOf(uint64_t row) const { return HasPlaceForEachRow() ? row : PlaceFor(HashOf(row), directory_.size()); }
+  // Where the slot of a row is, or the free place where it would be.
+  size_t PlaceOf(uint64_t row) const {
+    size_t place = HomeOf(row);
+    if (HasPlaceForEachRow()) return place;
+    while (directory_[place] != kNoSlot && entries_[directory_[place]].row != row) place = Next(place);
+    return place;
+  }
+  static uint64_t HashOf(uint64_t row) { return row * 0x9E3779B97F4A7C15U; }
+  // Spread over `count` places by the high bits.
+  static size_t PlaceFor(uint64_t hash, size_t count) {
+    return static_cast<size_t>((static_cast<unsigned __int128>(hash) * count) >> 64);
+  }
   size_t Next(size_t place) const { return place + 1 == directory_.size() ? 0 : place + 1; }
   void Erase(uint64_t row);
 

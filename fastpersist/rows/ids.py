@@ -10,11 +10,16 @@ import torch
 from fastpersist.errors import ConfigError, RowIndexError
 from fastpersist.transfer.tensor_memory import address_of
 
-__all__ = ["checked_ids", "plain_array"]
+__all__ = ["checked_ids", "is_traced", "plain_array"]
 
 _WHOLE_NUMBERS = {
     getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 }
+
+
+def is_traced() -> bool:
+    """Tell whether torch.jit traces this call; a trace would record only the memory for the rows, and no request."""
+    return torch.jit.is_tracing()  # type: ignore[attr-defined, no-any-return, no-untyped-call] # torch has no types
 
 
 def checked_ids(
@@ -30,9 +35,13 @@ def checked_ids(
         path: The path of the table, for messages.
 
     Raises:
-        ConfigError: The ids are no whole numbers.
+        ConfigError: The ids are no whole numbers; or the call is traced by torch.jit.
         RowIndexError: One is no row of the table; the message says which and where.
     """
+    if is_traced():
+        raise ConfigError(
+            f"torch.jit.trace records no reads, here of rows of {path}; gather them outside of what is traced"
+        )
     try:
         given = ids if isinstance(ids, torch.Tensor) else torch.as_tensor(plain_array(ids), device="cpu")
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:

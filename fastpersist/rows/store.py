@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import math
 import os
 import threading
 import weakref
@@ -38,7 +39,7 @@ from fastpersist.rows.device_rows import (
     kept_on_device,
     send_rows,
 )
-from fastpersist.rows.ids import checked_ids
+from fastpersist.rows.ids import checked_ids, is_traced
 from fastpersist.rows.opening import RowSource, Source, as_absolute, facts_of, open_rows
 from fastpersist.transfer.arena import available_host_bytes
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
@@ -253,6 +254,8 @@ class RowStore:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._device_row_count = 0
         self._count_lock = threading.RLock()  # guards that number
+        row = torch.empty(self.row_shape, dtype=self.dtype, device="cpu")
+        self._plain = _native.PlainRows(torch.Tensor, torch.UntypedStorage, row)
         self._open(self._cache_bytes)
         self._closed = False
         _open_stores.add(self)
@@ -327,6 +330,12 @@ class RowStore:
                 was opened. Other requests go on, and so may this store.
         """
         native = self._opened()
+        if device is None and type(ids) is torch.Tensor and ids.dtype is torch.int64 and not is_traced():
+            rows = self._new_rows(ids.shape, None) if out is None else out
+            if native.bring_plain(self._plain, ids, rows):  # the usual case, without most of the checks below
+                if out is not None:
+                    _count_change(out)
+                return rows
         flat, shape = self._checked(native, ids)
         wanted = checked_device(device)
         if out is not None:
@@ -334,10 +343,12 @@ class RowStore:
             if flat.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < flat.data_ptr() + flat.nbytes:
                 flat = flat.clone()  # rows must not overwrite ids
             self._bring(native, flat, out, 0)
+            _count_change(out)
             return out if wanted is None else out.to(wanted)
         flat, split = self._split(flat, wanted)
         asked = self._ask(native, flat, wanted, 0)
-        self._await(asked.request)
+        asked.request.wait()
+        asked.request.raise_failure()
         return self._shaped(asked.rows, shape, wanted, asked.cached, split)
 
     @untraced
@@ -437,7 +448,7 @@ class RowStore:
             return
         native.keep(flat.data_ptr(), flat.numel())
         for some in flat.split(at_once):
-            self._bring(native, some, self._new_rows(some.numel(), None), _native.KEEP_BATCH)
+            self._bring(native, some, self._new_rows(some.shape, None), _native.KEEP_BATCH)
         if left_count := native.keep(flat.data_ptr(), flat.numel()):
             slot_count, kept_count = native.stats()["slot_count"], native.count_kept()
             remedy = (
@@ -460,7 +471,7 @@ class RowStore:
         rows = torch.empty((ids.numel(), *self.row_shape), dtype=self.dtype, device=device)
 
         def read(some: torch.Tensor) -> torch.Tensor:
-            found = self._new_rows(some.numel(), device)
+            found = self._new_rows(some.shape, device)
             self._bring(native, some, found, 0)
             return found
 
@@ -549,20 +560,16 @@ class RowStore:
     # --- requests
 
     def _checked(self, native: _native.RowStore, ids: Any) -> tuple[torch.Tensor, torch.Size]:
-        # A trace would record nothing of a request but the memory for its rows.
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call] # torch has no types for it
-            raise ConfigError(
-                f"torch.jit.trace records no reads, here of rows of {self._path}; gather them outside of what is traced"
-            )
         return checked_ids(ids, native.first_bad_id, self.row_count, self._path)
 
-    def _new_rows(self, count: int, device: torch.device | None) -> torch.Tensor:
-        """Return memory for rows; pinned if they go on to a CUDA device, which then copies them beside the caller."""
+    def _new_rows(self, shape: Sequence[int], device: torch.device | None) -> torch.Tensor:
+        """Return memory for the rows of ids of this shape; pinned for a CUDA device, which then copies beside us."""
         if torch.is_inference_mode_enabled():  # another caller may take them
             with torch.inference_mode(False):
-                return self._new_rows(count, device)
+                return self._new_rows(shape, device)
+        count = math.prod(shape)
         pinned = count > 0 and device is not None and device.type == "cuda"
-        rows = torch.empty((count, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
+        rows = torch.empty((*shape, *self.row_shape), dtype=self.dtype, device="cpu", pin_memory=pinned)
         if count > 0 and not address_of(rows):
             raise ConfigError("tensors have no memory here; leave the FakeTensorMode or torch.func.functionalize first")
         return rows
@@ -605,15 +612,10 @@ class RowStore:
         check_bytes(out)
         if out.requires_grad and torch.is_grad_enabled():
             raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
-        if not out.is_inference():
-            torch.autograd.graph.increment_version(out)  # code that compares its version must see the change
-
-    def _start(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> _native.RowRequest:
-        return native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
 
     def _bring(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
         """Read rows and wait for them."""
-        self._await(self._start(native, ids, rows, batch))
+        native.bring(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
 
     def _ask(self, native: _native.RowStore, ids: torch.Tensor, device: torch.device | None, batch: int) -> _Asked:
         """Begin to bring rows that are not kept on the device."""
@@ -623,21 +625,12 @@ class RowStore:
                 cached = cached_rows(native, ids, batch, self.row_shape, self.dtype, self._stream_of(device))
         if cached is not None:
             ids = cached.other_ids
-        rows = self._new_rows(ids.numel(), device)
-        return _Asked(cached, rows, self._start(native, ids, rows, batch))
+        rows = self._new_rows(ids.shape, device)
+        return _Asked(cached, rows, native.start(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows))
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
         """Return our stream of a device."""
         return self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
-
-    def _await(self, request: _native.RowRequest) -> None:
-        """Wait for rows; nothing is written to their memory any more if the wait is interrupted."""
-        try:
-            request.wait()
-        except BaseException:
-            request.cancel("the wait for rows was interrupted")
-            raise
-        request.raise_failure()
 
     def _start_waiting(self) -> None:
         """Start requests that were made ahead, as far as there is memory for their rows."""
@@ -767,6 +760,12 @@ class _Asked(NamedTuple):
 class _UnderWay(NamedTuple):
     size_bytes: int
     ticket: weakref.ref[RowTicket]
+
+
+def _count_change(out: torch.Tensor) -> None:
+    """Let code that compares the version of a tensor see that it has changed."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _ladder(engine: str, fds: Sequence[int]) -> list[str]:

@@ -37,6 +37,10 @@ nothing_is_left_behind = leaks.nothing_is_left_behind
 
 COUNT = 5000
 
+# int64 tensors have a way of their own through the native side; everything else is checked in Python.
+ids_both_ways = pytest.mark.parametrize("given", [list, torch.tensor], ids=["list", "tensor"])
+Given = Callable[[list[int]], Any]
+
 
 # --------------------------------------------------------------------------------------------------------- gathers
 
@@ -173,30 +177,38 @@ def test_results_are_fresh(path: Path, rows: torch.Tensor) -> None:
         assert torch.equal(store.gather([5, 6]), rows[[5, 6]])
 
 
-def test_out_is_filled_and_returned(path: Path, rows: torch.Tensor) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_out_is_filled_and_returned(dtype: torch.dtype, path: Path, rows: torch.Tensor) -> None:
     with RowStore(path) as store:
         out = torch.zeros(2, 3, 32, dtype=torch.int32)
         version = out._version
-        ids = torch.tensor([[1, 2, 3], [9, 8, 7]])
+        ids = torch.tensor([[1, 2, 3], [9, 8, 7]], dtype=dtype)
         assert store.gather(ids, out=out) is out
         assert torch.equal(out, rows[ids])
         assert out._version > version
         part = torch.zeros(10, 32, dtype=torch.int32)
-        store.gather([4], out=part[3:4])
+        store.gather(torch.tensor([4], dtype=dtype), out=part[3:4])
         assert torch.equal(part[3], rows[4])
         assert not part[:3].any()
         assert not part[4:].any()
-        assert store.gather([], out=part[:0]).shape == (0, 32)
+        assert store.gather(torch.tensor([], dtype=dtype), out=part[:0]).shape == (0, 32)
 
 
-def test_out_may_be_a_tensor_of_inference_mode(path: Path, rows: torch.Tensor) -> None:
+@ids_both_ways
+def test_out_may_be_a_tensor_of_inference_mode(given: Given, path: Path, rows: torch.Tensor) -> None:
     with RowStore(path) as store:
         with torch.inference_mode():
             out = torch.empty(1, 32, dtype=torch.int32)
-            assert torch.equal(store.gather([3], out=out), rows[[3]])
-        assert torch.equal(store.gather([4], out=out), rows[[4]])
+            assert torch.equal(store.gather(given([3]), out=out), rows[[3]])
+        assert torch.equal(store.gather(given([4]), out=out), rows[[4]])
 
 
+def test_results_are_ordinary_tensors_in_inference_mode_too(path: Path) -> None:
+    with RowStore(path) as store, torch.inference_mode():
+        assert not store.gather(torch.tensor([3])).is_inference()
+
+
+@ids_both_ways
 @pytest.mark.parametrize(
     "out",
     [
@@ -211,21 +223,52 @@ def test_out_may_be_a_tensor_of_inference_mode(path: Path, rows: torch.Tensor) -
     ],
     ids=["dtype", "count", "dimensions", "transposed", "strided", "meta", "sparse", "array"],
 )
-def test_an_out_that_does_not_fit_is_refused_before_any_read(out: Any, path: Path) -> None:
+def test_an_out_that_does_not_fit_is_refused_before_any_read(given: Given, out: Any, path: Path) -> None:
     with RowStore(path) as store:
         with pytest.raises(ConfigError, match=r"^out is a"):
-            store.gather([1, 2, 3], out=out)
+            store.gather(given([1, 2, 3]), out=out)
         assert store.stats().read_count == 0
 
 
-def test_an_out_that_needs_a_gradient_is_refused(tmp_path: Path) -> None:
+DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support|torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int16, torch.uint8, torch.float32, torch.complex64], ids=str)
+def test_no_other_dtype_is_taken_for_that_of_the_rows(dtype: torch.dtype, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.npy", torch.ones(4, 2, dtype=dtype))
+    ids = torch.tensor([1, 3])
+    with RowStore(tmp_path / "rows.npy") as store:
+        for other in DTYPES:
+            try:
+                out = torch.empty(2, 2, dtype=other)
+            except (RuntimeError, TypeError, NotImplementedError):  # quantized: it needs a scale
+                continue
+            if other == dtype:
+                assert torch.equal(store.gather(ids, out=out), torch.ones(2, 2, dtype=dtype))
+            else:
+                with pytest.raises(ConfigError, match="out is a contiguous tensor"):
+                    store.gather(ids, out=out)
+
+
+@ids_both_ways
+def test_an_out_that_needs_a_gradient_is_refused(given: Given, tmp_path: Path) -> None:
     np.save(tmp_path / "f.npy", np.ones((4, 2), "f4"))
     out = torch.zeros(1, 2, requires_grad=True)
     with RowStore(tmp_path / "f.npy") as store:
         with pytest.raises(ConfigError, match="gradient"):
-            store.gather([0], out=out)
+            store.gather(given([0]), out=out)
         with torch.no_grad():
-            assert store.gather([0], out=out) is out
+            assert store.gather(given([0]), out=out) is out
+
+
+@ids_both_ways
+@pytest.mark.parametrize("left_bytes", [0, 100])
+def test_an_out_whose_memory_was_given_back_is_refused(given: Given, left_bytes: int, path: Path) -> None:
+    out = torch.zeros(4, 32, dtype=torch.int32)[1:]
+    out.untyped_storage().resize_(left_bytes)
+    with RowStore(path) as store, pytest.raises(ConfigError, match="given back"):
+        store.gather(given([1, 2, 3]), out=out)
 
 
 def test_a_device_of_the_caller_is_where_rows_go(path: Path, rows: torch.Tensor) -> None:
@@ -418,25 +461,28 @@ def test_out_may_share_memory_with_the_ids(tmp_path: Path, is_packed: bool) -> N
         assert torch.equal(store.gather(ids, out=shared.view(4000, 4)), table[:4000])
 
 
-def test_out_has_the_values_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "table.npy"
-    write_rows(path, torch.randn(10, 3, dtype=torch.complex64))
-    with RowStore(path) as store:
-        for out in (torch.empty(2, 3, dtype=torch.complex64).conj(), torch.empty(2, 3, dtype=torch.complex64).imag):
-            with pytest.raises(ConfigError):
-                store.gather([1, 2], out=out)
+@ids_both_ways
+def test_out_has_the_values_as_they_are(given: Given, tmp_path: Path) -> None:
+    write_rows(tmp_path / "complex.npy", torch.randn(10, 3, dtype=torch.complex64))
+    write_rows(tmp_path / "real.npy", torch.randn(10, 3))
+    conjugated = torch.empty(2, 3, dtype=torch.complex64).conj()
+    negated = torch._neg_view(torch.empty(2, 3))
+    for name, out in [("complex.npy", conjugated), ("real.npy", negated)]:
+        with RowStore(tmp_path / name) as store, pytest.raises(ConfigError, match="only when it is read"):
+            store.gather(given([1, 2]), out=out)
 
 
-def test_fake_tensors_have_no_memory_for_rows(path: Path) -> None:
+@ids_both_ways
+def test_fake_tensors_have_no_memory_for_rows(given: Given, path: Path) -> None:
     with RowStore(path) as store:
         with FakeTensorMode():
             fake_ids, fake_out = torch.arange(2), torch.empty(1, *store.row_shape, dtype=store.dtype)
             with pytest.raises(ConfigError):
-                store.gather([1])
+                store.gather(given([1]))
         with pytest.raises(ConfigError):
             store.gather(fake_ids)
         with pytest.raises(ConfigError):
-            store.gather([1], out=fake_out)
+            store.gather(given([1]), out=fake_out)
 
 
 def test_rows_of_transforms_are_refused(path: Path) -> None:
@@ -446,6 +492,11 @@ def test_rows_of_transforms_are_refused(path: Path) -> None:
             torch.func.functionalize(store.gather)(ids)
         with pytest.raises(ConfigError, match="no memory here"):  # the result's; these ids are plain
             torch.func.functionalize(lambda _: store.gather(ids))(torch.ones(1))
+        with pytest.raises(ConfigError, match=r"torch\.func"):
+            torch.func.vmap(lambda id_: store.gather(id_))(ids)
+        for transform in (torch.func.functionalize, torch.func.grad):
+            with pytest.raises(ConfigError):
+                transform(lambda out: store.gather(ids, out=out).sum())(torch.ones(1, 32, dtype=torch.float32))
 
 
 def test_compiled_code_calls_the_store(path: Path, rows: torch.Tensor) -> None:
