@@ -356,7 +356,7 @@ def _why_not_savable(name: object, tensor: object) -> str | None:
     if tensor.layout != torch.strided:
         return "it is sparse; save tensor.to_dense(), or choose a .pt path"
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"it is a {type(tensor).__name__}; save a plain tensor made of it, or choose a .pt path"
+        return _why_not_subclass(tensor)
     if tensor.device.type == "meta":
         return "it is on the meta device and has no data"
     if tensor._is_zerotensor():
@@ -366,6 +366,16 @@ def _why_not_savable(name: object, tensor: object) -> str | None:
     if not tensor.is_contiguous():
         return "it is not contiguous; save tensor.contiguous(), or choose a .pt path, which keeps strides"
     return None
+
+
+def _why_not_subclass(tensor: torch.Tensor) -> str:
+    try:
+        tensor.data_ptr()
+    except ConfigError as error:  # a weight of a streamed model, which no other kind of file takes either
+        return str(error)
+    except Exception:  # noqa: BLE001 - a subclass without memory of its own
+        pass
+    return f"it is a {type(tensor).__name__}; save a plain tensor made of it, or choose a .pt path"
 
 
 def _refuse_shared_memory(tensors: Mapping[str, torch.Tensor]) -> None:

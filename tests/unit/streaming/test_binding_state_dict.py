@@ -44,6 +44,13 @@ def test_an_entry_refuses_whatever_needs_its_values(model: torch.nn.Module) -> N
             use()
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_saving_the_entries_is_refused_with_the_way_out(model: torch.nn.Module, tmp_path: Path, suffix: str) -> None:
+    for state in (model.state_dict(), dict(model.named_parameters())):
+        with pytest.raises(fp.ConfigError, match=r"0\.weight, which stay on disk .* take the weights from the source"):
+            fp.save(state, tmp_path / f"saved{suffix}")
+
+
 def test_weights_that_are_no_weights_of_the_source_are_loaded_beside_the_others(model: torch.nn.Module) -> None:
     inputs = torch.randn(3, 4)
     expected = model.eval()(inputs)
