@@ -458,8 +458,8 @@ def verify(path: PathLike, *, progress: bool = False, engine: str = "auto") -> V
     Raises:
         CheckpointNotFoundError: There is no such file or directory.
         ConfigError: An argument makes no sense.
-        UnsupportedError: The named engine cannot be used here; or a file of an older torch.save, or of TorchScript,
-            cannot be checked.
+        UnsupportedError: The named engine cannot be used here; or the file cannot be checked: it is one of an older
+            torch.save, of TorchScript or of NumPy, or another program has compressed it.
         StorageError: An error of the disk, or a directory that holds no checkpoints. If a file of a directory cannot be
             read, the others are read all the same; if one of them is damaged, all that is wrong is in the report.
 

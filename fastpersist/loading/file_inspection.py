@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import zipfile
 from dataclasses import dataclass, field
 
@@ -29,6 +30,9 @@ __all__ = [
     "refuse_without_checksums",
     "verify_source",
 ]
+
+
+_FLAG_ENCRYPTED = 0x0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,31 +270,48 @@ def refuse_without_checksums(source: CheckpointSource) -> None:
     """Refuse a file that nothing here can check, which is no damage.
 
     Raises:
-        UnsupportedError: It is one of an older torch.save, a TorchScript archive, or an array of NumPy.
+        UnsupportedError: It is one of an older torch.save, a TorchScript archive, a zip archive that another program
+            has compressed, or arrays of NumPy.
     """
     kind = ""
     if source.kind == "other" and source.is_of_older_torch():
         kind = "a file of an older torch.save, which has no checksums"
     elif source.path.endswith(".npy") and npy.is_npy(source.read_at(0, min(LOOK_BYTES, source.size_bytes))):
         kind = source.looks_like()  # under the name of a checkpoint it would be damage
-    elif source.kind == "torch_zip" and _is_torchscript(source):
-        kind = "a TorchScript archive"
+    elif source.kind == "torch_zip":
+        kind = _kind_of_other_zip(source)
     if kind:
         raise UnsupportedError(f"{source.path} cannot be checked: it is {kind}")
 
 
-def _is_torchscript(source: CheckpointSource) -> bool:
+def _kind_of_other_zip(source: CheckpointSource) -> str:
+    """Say what a zip archive is that torch.save does not write, with an article; "" if it may be a torch zip."""
     try:
-        return "constants.pkl" in source.directory.entries
+        return "a TorchScript archive" if "constants.pkl" in source.directory.entries else ""
     except CorruptionError:
-        return False
+        if not source.path.endswith(".npz"):  # under the name of a checkpoint it would be damage
+            return ""
     except UnsupportedError:  # compressed, as torch.jit.save writes code
         pass
     try:
         with source.open_whole() as file:
-            return any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(file).namelist())
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
-        return False  # it is damaged, which `verify_source` tells
+            members = zipfile.ZipFile(file).infolist()
+        if any(member.filename.endswith("/constants.pkl") for member in members):
+            return "a TorchScript archive"
+        if all(member.filename.endswith(".npy") for member in members):
+            return "an npz file of NumPy"
+        if any(_is_surely_packed(source, member) for member in members):
+            return "a zip archive with compressed or encrypted records, which torch.save does not write"
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile, CorruptionError):
+        pass  # it is damaged, which `verify_source` tells
+    return ""
+
+
+def _is_surely_packed(source: CheckpointSource, member: zipfile.ZipInfo) -> bool:
+    """Tell whether both the directory and the record's own header say that it is compressed or encrypted."""
+    flags, method = struct.unpack("<HH", source.read_at(member.header_offset + 6, 4))
+    is_compressed = method == member.compress_type != zipfile.ZIP_STORED
+    return is_compressed or bool(flags & member.flag_bits & _FLAG_ENCRYPTED)
 
 
 def _verify_safetensors(source: CheckpointSource, engine: str) -> VerifyReport:

@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support import leaks
@@ -371,3 +372,32 @@ def test_files_that_cannot_be_checked_are_not_called_damaged(tmp_path: Path) -> 
             archive.writestr(f"script/{name}", b"x" * 1000)
     with pytest.raises(fp.UnsupportedError, match=r"script.pt cannot be checked: it is a TorchScript archive"):
         fp.verify(tmp_path / "script.pt")
+
+
+def test_arrays_of_numpy_and_compressed_archives_cannot_be_checked(tmp_path: Path) -> None:
+    numpy.savez_compressed(tmp_path / "arrays.npz", a=numpy.zeros(3))
+    with pytest.raises(fp.UnsupportedError, match=r"arrays.npz cannot be checked: it is an npz file of NumPy"):
+        fp.verify(tmp_path / "arrays.npz")
+    (tmp_path / "arrays.npz").rename(tmp_path / "arrays.pt")
+    assert not fp.verify(tmp_path / "arrays.pt").ok  # a file with the name of a checkpoint was overwritten
+    torch.save({"a": torch.arange(5000)}, tmp_path / "model.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "model.pt") as stored,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    with pytest.raises(fp.UnsupportedError, match=r"packed.pt cannot be checked: it is a zip archive with compressed"):
+        fp.verify(tmp_path / "packed.pt")
+
+
+def test_a_damaged_directory_that_says_compressed_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.arange(5000)}, path)
+    data = bytearray(path.read_bytes())
+    first = data.index(b"PK\x01\x02")
+    for place in (first + 8, first + 10):  # the flags, which say whether it is encrypted, and the method
+        damaged = data[:]
+        damaged[place] |= 0x09 if place == first + 8 else 0x08
+        path.write_bytes(damaged)
+        assert not fp.verify(path).ok
