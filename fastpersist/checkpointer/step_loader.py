@@ -273,7 +273,9 @@ def _listed(
 ) -> Mapping[int, Commit | None]:
     """Return the steps that are there; with several ranks, those of the coordinator, or of any rank if it sees none."""
     if options.copies and options.process_group is not None:
-        return look_together(root, options.process_group, lambda: _counting(root, look()), everywhere=True)
+        return look_together(
+            root, options.process_group, lambda: _counting(root, look()), everywhere=True, some_suffice=True
+        )
     return look_together(root, options.process_group, look, everywhere=False)
 
 
@@ -299,6 +301,7 @@ def look_together(
     look: Callable[[], Mapping[int, Commit | None]],
     *,
     everywhere: bool,
+    some_suffice: bool = False,
 ) -> Mapping[int, Commit | None]:
     """Return the steps that are there, the same on all ranks.
 
@@ -307,6 +310,7 @@ def look_together(
         group: The group whose ranks all call this; None for a process that is alone.
         look: Returns the steps that this rank sees.
         everywhere: A step counts if any rank sees it; without it, only if the coordinator does, unless it sees no step.
+        some_suffice: A rank that cannot look is passed over if another one sees a step.
 
     Raises:
         StorageError: This rank cannot look.
@@ -333,15 +337,19 @@ def look_together(
         if everywhere or own == [({}, None)]:  # its host may be new: it then gets the data of others
             found = [None] * count
             dist.all_gather_object(found, own[0] if everywhere or rank == 0 else looked(), group=group)
+    union: dict[int, Commit | None] = {}
+    for commits, _ in found:
+        union.update({step: commit for step, commit in commits.items() if _is_later(commit, union.get(step))})
+    if some_suffice and union:
+        if error is not None:
+            _log.warning("%s cannot be read; the steps of the other nodes count: %s", root, error)
+        return union
     if error is not None:
         raise error
     for other, (_, failed) in enumerate(found):
         if failed is not None:
             text = f"rank {other} failed while looking for steps in {root}: {failed}"
             raise PeerError(text, rank=other, subject=root)
-    union: dict[int, Commit | None] = {}
-    for commits, _ in found:
-        union.update({step: commit for step, commit in commits.items() if _is_later(commit, union.get(step))})
     return union
 
 

@@ -290,6 +290,36 @@ def resume_beside_a_failing_disk(rank: int, count: int, roots: list[Path]) -> in
         return resume_copies(rank, count, roots)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_root_of_one_node_that_cannot_be_read_does_not_hide_the_copies_of_the_others(
+    tmp_path: Path, failing: int
+) -> None:
+    roots = two_stores(tmp_path)
+    run_ranks(2, train_copies, roots, 2)
+
+    def resume_beside(rank: int, count: int, broken: set[int]) -> int:
+        failure = OSError(errno.EIO, os.strerror(errno.EIO), str(roots[rank]))
+        real = {"listdir": os.listdir, "stat": os.stat, "open": os.open}
+
+        def failing_below(name: str) -> Any:
+            def call(path: Any, *arguments: Any, **options: Any) -> Any:
+                if rank in broken and str(path).startswith(str(roots[rank])):
+                    raise failure
+                return real[name](path, *arguments, **options)
+
+            return call
+
+        with mock.patch.multiple(os, **{name: failing_below(name) for name in real}):
+            return resume_copies(rank, count, roots)
+
+    assert run_ranks(2, resume_beside, {failing}) == [2, 2]
+    for ending in rank_endings(2, resume_beside, {0, 1}):
+        assert "Input/output error" in ending.error_text
+    shutil.rmtree(roots[1 - failing])  # the other node has no steps: those that cannot be read may be all there are
+    for ending in rank_endings(2, resume_beside, {failing}):
+        assert "Input/output error" in ending.error_text
+
+
 def test_of_two_saves_of_one_step_the_later_one_is_read(tmp_path: Path) -> None:
     roots = two_stores(tmp_path)
     run_ranks(2, train_copies, roots, 2)
