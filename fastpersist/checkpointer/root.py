@@ -552,7 +552,7 @@ class Root:
         if commits:
             self._write_latest(in_commit_order(commits)[-1])
             return
-        with ignoring(errno.ENOENT):
+        with ignoring(errno.ENOENT), ignoring(errno.EISDIR):
             filesystem().unlink(os.path.join(self.directory, _LATEST_NAME))
 
     def mark_committed(self, number: int) -> None:
@@ -563,7 +563,13 @@ class Root:
             _log.warning("%s: that a step is committed on all nodes could not be recorded: %s", self.path, error)
 
     def _write_latest(self, step: int) -> None:
-        self._write_small(_LATEST_NAME, f"{step_name(step)}\n")
+        try:
+            self._write_small(_LATEST_NAME, f"{step_name(step)}\n")
+        except StorageError as error:
+            if error.errno != errno.EISDIR:
+                raise
+            path = os.path.join(self.path, _LATEST_NAME)
+            _log.warning("%s is a directory, so no file of that name can name step %d: remove it", path, step)
 
     def _write_small(self, name: str, text: str) -> None:
         path = os.path.join(self.directory, name)

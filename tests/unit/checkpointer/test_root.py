@@ -146,6 +146,19 @@ def test_step_stays_saved_if_the_upkeep_after_it_fails(tmp_path: Path, caplog: p
     assert (tmp_path / "LATEST").read_text() == "step-00000002\n"
 
 
+def test_steps_are_kept_and_removed_beside_a_directory_named_latest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "LATEST").mkdir()
+    save_steps(tmp_path, 1, 2, 3)
+    root = Root(str(tmp_path), RetentionPolicy(keep=2))
+    root.after_commit(3, {})
+    assert steps_in(tmp_path) == [2, 3]
+    assert f"{tmp_path / 'LATEST'} is a directory" in caplog.text
+    assert root.remove([3]) == [3]
+    assert root.remove([2]) == [2]
+
+
 class FullUntil(Filesystem):
     """A full disk as long as these steps are there."""
 
