@@ -78,7 +78,7 @@ class FollowerSave:
         self._own_files: list[FileEntry] = []  # written; the coordinator is told at the end
         made_paths: list[str] = []
         self._made_paths = made_paths
-        self._pending = PendingSave(path, stats, rank=group.session.rank, returns=stats.step is not None)
+        self._pending = PendingSave(stats.path, stats, rank=group.session.rank, returns=stats.step is not None)
         self._pending.when_failed(group.session.fail)
         self._pending.when_failed(lambda _: _remove_made(made_paths))
         self._store = FollowerStore(path, group.session.rank, group.stores)

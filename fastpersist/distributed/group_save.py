@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -166,7 +167,7 @@ def save_together_async(obj: object, path: str, owners: Owners, group: SaveGroup
             durable=options.durable,
             arena=arena,
             lane=Lane("fastpersist-save"),  # the coordinator keeps saves to the same path in order
-            stats=SaveStats(path=path),
+            stats=SaveStats(path=str(Path(path).absolute())),
         )
         checksum, file_format, metadata = options.checksum, options.file_format, options.metadata
         follower.save(obj, "", owners, owners.look, checksum=checksum, file_format=file_format, metadata=metadata)

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -216,7 +217,7 @@ def save_file_async(
     file = _create(target, path, options, refuses_in_place=share is not None)
     if file is None:
         return _save_now(obj, path, options)
-    stats = SaveStats(path=path)
+    stats = SaveStats(path=str(Path(path).absolute()))
     spread = Spread()
     look = functools.cache(owners.look)
     try:
@@ -288,8 +289,9 @@ def _write_captured(
 def _save_now(obj: object, path: str, options: FileOptions) -> PendingSave:
     """Save to a target that can only be written in place, before `save_file_async` returns."""
     report = save_file(obj, path, options)
-    stats = SaveStats(path=path, bytes=report.size_bytes, engine=report.engine, stall_s=report.total_s)
-    done = PendingSave(path, stats)
+    full_path = str(Path(path).absolute())
+    stats = SaveStats(path=full_path, bytes=report.size_bytes, engine=report.engine, stall_s=report.total_s)
+    done = PendingSave(full_path, stats)
     done.succeed()
     return done
 

@@ -41,7 +41,7 @@ class SaveStats:
     """What a save cost, and where its bytes went.
 
     Attributes:
-        path: The path that was written.
+        path: The path that was written, from the root.
         step: The step, for a Checkpointer.
         bytes: The length of all files.
         stall_s: Seconds that the training thread lost: inside save(), and waiting at the gate.
@@ -164,7 +164,7 @@ class PendingSave(Uncopied):
             capture.wait_captured(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait until the save is published and return where.
+        """Wait until the save is published and return where, as a path from the root.
 
         Args:
             timeout: The most seconds to wait; None waits without limit.

@@ -227,6 +227,16 @@ def test_single_file_is_written_by_all_beside_training(tmp_path: Path, name: str
     assert hidden_names(tmp_path) == []
 
 
+def test_all_ranks_know_the_file_from_the_root_whatever_directory_they_are_in_later(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> Any:
+        os.chdir(tmp_path)
+        pending = fp.save_async({"w": torch.ones(3)}, "model.pt", process_group=dist.group.WORLD)
+        os.chdir("/")
+        return pending.result(), pending.stats.path
+
+    assert run_ranks(2, work) == [(tmp_path / "model.pt", str(tmp_path / "model.pt"))] * 2
+
+
 def test_saves_to_several_paths_at_once_do_not_mix(tmp_path: Path) -> None:
     def work(rank: int, count: int) -> Any:
         run = Run(SIZES)

@@ -124,6 +124,19 @@ def test_a_path_that_ends_like_a_directory_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_the_result_names_the_file_also_after_a_change_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    os.symlink(os.devnull, "in_place")
+    pendings = [fp.save_async(STATE, name) for name in ("model.pt", "in_place")]
+    monkeypatch.chdir("elsewhere")
+    for pending, name in zip(pendings, ("model.pt", "in_place"), strict=True):
+        assert pending.result() == tmp_path / name
+        assert pending.stats.path == str(tmp_path / name)
+
+
 def test_options_that_are_no_bools_are_refused() -> None:
     for name in ("durable", "checksum", "replace_links", "make_parents", "in_place"):
         with pytest.raises(fp.ConfigError, match=name):
