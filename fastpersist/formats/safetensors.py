@@ -418,18 +418,19 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int, start: int) -> Entry:
     bits = _DTYPE_BITS.get(dtype)
     if bits is None:
         raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-    strides_bits = bits  # also a tensor without elements has strides, which must be numbers that a machine can hold
-    for size in shape:
+    bits_max = bits << 64  # the official parser multiplies from the left
+    first_stride = 1  # also a tensor without elements has strides, which must be numbers that torch can hold
+    for dimension, size in enumerate(shape):
         bits *= size
-        strides_bits *= max(size, 1)
-        if strides_bits >= 1 << 66:
+        first_stride *= max(size, 1) if dimension else 1
+        if max(size, first_stride) >= 1 << 63 or bits >= bits_max:
             raise ValueError(f"tensor {name!r} has an impossible shape")
     if begin >= 1 << 62 or bits % 8 or bits // 8 != end - begin:
         raise ValueError(f"tensor {name!r} of dtype {dtype} and shape {list(shape)} does not have {end - begin} bytes")

@@ -17,10 +17,18 @@ def require_floating(dtype: object) -> None:
     """Refuse what no floating-point tensor can be converted to.
 
     Raises:
-        ConfigError: The value is no floating-point dtype.
+        ConfigError: The value is no floating-point dtype, or torch converts nothing to it.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype must be a floating-point dtype, such as torch.bfloat16, not {dtype!r}")
+    _in_dtype(torch.zeros(1), dtype)
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return tensor.to(dtype)
+    except NotImplementedError as error:  # of torch.float4_e2m1fn_x2, an element of which is two values
+        raise ConfigError(f"dtype={dtype} is not possible: torch cannot convert {tensor.dtype} to it") from error
 
 
 def converted(value: Any, dtype: torch.dtype) -> Any:
@@ -28,6 +36,9 @@ def converted(value: Any, dtype: torch.dtype) -> Any:
 
     Dicts and lists are changed in place, one tensor after the other, so that memory holds one tensor twice at most.
     A tensor that occurs in several places stays one tensor.
+
+    Raises:
+        ConfigError: torch cannot convert a tensor to this dtype.
     """
     places: Counter[object] = Counter()
     _count(value, dtype, places, set())
@@ -109,7 +120,7 @@ class _Conversion:
         return new
 
     def _converted(self, old: torch.Tensor) -> torch.Tensor:
-        new = old.detach().to(self._dtype)
+        new = _in_dtype(old.detach(), self._dtype)
         if type(old) is torch.nn.Parameter:
             return torch.nn.Parameter(new, old.requires_grad)
         return new.requires_grad_(old.requires_grad)

@@ -531,3 +531,13 @@ def test_shape_that_torch_cannot_make_is_our_error(path: Path) -> None:
     path.write_bytes(file_of({"t": tensor(shape=[0, 1 << 40, 1 << 40], end=0)}, 0))
     with pytest.raises(fp.FastPersistError):
         fp.load(path)
+
+
+@pytest.mark.parametrize("shape", [(0, 1 << 62), ((1 << 63) - 1, 0), (1 << 31, 0, 1 << 32)])
+def test_whatever_empty_tensor_torch_can_make_is_loaded(path: Path, shape: tuple[int, ...]) -> None:
+    fp.save({"t": torch.empty(shape, dtype=torch.float64)}, path)
+    assert fp.load(path)["t"].shape == load_file(path)["t"].shape == shape
+    assert fp.verify(path).ok
+    edited = path.read_bytes().replace(b'"shape":', b'"shape": ', 1)[:4096]  # as other software writes it
+    path.write_bytes(edited)
+    assert fp.load(path)["t"].shape == shape

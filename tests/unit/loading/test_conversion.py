@@ -106,3 +106,14 @@ def test_other_dtypes_are_refused(dtype: Any, tmp_path: Path) -> None:
         require_floating(dtype)
     with pytest.raises(fp.ConfigError, match="floating-point dtype"):
         fp.load(tmp_path / "nothing", dtype=dtype)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+def test_a_dtype_that_torch_does_not_convert_is_refused(tmp_path: Path) -> None:
+    fp.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    with pytest.raises(fp.ConfigError, match=r"dtype=torch.float4_e2m1fn_x2 is not possible"):
+        fp.load(tmp_path / "a.pt", dtype=torch.float4_e2m1fn_x2)
+    with fp.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"a": torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+        with pytest.raises(fp.ConfigError, match=r"cannot convert torch.float4_e2m1fn_x2"):
+            checkpoints.load(1, dtype=torch.float32)
