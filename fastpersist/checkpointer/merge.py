@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fastpersist import _native
-from fastpersist.api import load, save
+from fastpersist.api import load
 from fastpersist.commit.directory_commit import hold_for_reading
 from fastpersist.commit.file_commit import PendingFile, refuse_existing, resolve_target
 from fastpersist.commit.filesystem import absolute_path, filesystem, has_name, storage_errors
@@ -46,7 +46,7 @@ from fastpersist.loading.part_files import (
     require_whole,
 )
 from fastpersist.saving.containers import is_safetensors
-from fastpersist.saving.file_save import SaveReport
+from fastpersist.saving.file_save import FileOptions, SaveReport, save_file
 from fastpersist.saving.write_file import WrittenFile, publish_file
 from fastpersist.transfer.engine_selection import refuse_null_engine, require_engine
 from fastpersist.transfer.progress import progress_bar
@@ -91,6 +91,7 @@ def merge(
     """
     require_engine(engine)
     out = absolute_path(path)
+    options = FileOptions(engine=engine, file_format=format, overwrite=overwrite)
     wants_safetensors = is_safetensors(out, format)
     names = [absolute_path(directory) for directory in directories]
     if not names:
@@ -110,7 +111,7 @@ def merge(
             state = _shards(directory, engine, weights_only)
         if not overwrite:
             refuse_existing(out)  # it may have appeared meanwhile
-        return save(state, out, engine=engine, format=format, progress=progress)
+        return save_file(state, out, options, progress=progress)
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(hold_for_reading(name))
@@ -120,7 +121,7 @@ def merge(
         state = _loaded(file, parts, out, weights_only=weights_only, engine=engine, progress=progress)
     if not overwrite:
         refuse_existing(out)  # it may have appeared meanwhile
-    return save(state, out, engine=engine, format=format)
+    return save_file(state, out, options)
 
 
 # --------------------------------------------------------------------------------------------- parts

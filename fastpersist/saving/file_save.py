@@ -24,7 +24,7 @@ import torch
 
 from fastpersist import _native
 from fastpersist.arguments import require_bools
-from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, resolve_target
+from fastpersist.commit.file_commit import ClosedDirectoryError, PendingFile, Target, refuse_existing, resolve_target
 from fastpersist.commit.filesystem import (
     absolute_path,
     close_quietly,
@@ -98,6 +98,9 @@ class SaveReport:
 class FileOptions:
     """The options that `api.save` and `api.save_async` have in common, as their callers gave them.
 
+    Attributes:
+        overwrite: Replace a file that is there, as both do; without it, one that appears meanwhile stays, too.
+
     Raises:
         ConfigError: An option that is True or False has another value.
     """
@@ -110,6 +113,7 @@ class FileOptions:
     replace_links: bool = False
     make_parents: bool = False
     in_place: bool = False
+    overwrite: bool = True
 
     def __post_init__(self) -> None:
         require_bools(
@@ -337,7 +341,9 @@ def _create(target: Target, path: str, options: FileOptions, *, refuses_in_place
     """
     try:
         with hint_at_make_parents(path):
-            return PendingFile.create(target)
+            file = PendingFile.create(target)
+            file.overwrite = options.overwrite
+            return file
     except ClosedDirectoryError as error:
         if options.in_place and not refuses_in_place:
             return None
@@ -355,6 +361,8 @@ def _in_place_only(path: str, sys_errno: int | None, why: str) -> StorageError:
 
 def _save_in_place(obj: object, path: str, options: FileOptions, why: str, started_s: float) -> SaveReport:
     """Let torch write a target that a rename cannot replace; this is not atomic, as torch.save never is."""
+    if not options.overwrite:
+        refuse_existing(path)
     if is_safetensors(path, options.file_format):
         raise UnsupportedError(f"cannot write a safetensors file to {path}: {why}; choose another path")
     if os.path.isfile(path) and not torch.serialization._serialization_tls.skip_data:

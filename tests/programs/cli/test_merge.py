@@ -18,6 +18,7 @@ from support.store_runs import SIZES, checkpoints_at, ordinary_file, step_path, 
 import fastpersist as fp
 from fastpersist.checkpointer import merge as merge_module
 from fastpersist.cli import main
+from fastpersist.commit.filesystem import Filesystem
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,27 @@ def test_file_that_was_not_seen_stays(
     assert fault in capsys.readouterr().err
     assert (tmp_path / out).read_text() == "mine"
     assert os.listdir(tmp_path) == [out]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning:torch")
+def test_file_that_appears_while_shards_are_saved_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=str(tmp_path / "shards"), no_dist=True)
+    out = tmp_path / "model.pt"
+    sync = Filesystem.sync
+
+    def appearing(filesystem: Filesystem, fd: int, path: str) -> None:
+        out.write_text("mine")
+        sync(filesystem, fd, path)
+
+    monkeypatch.setattr(Filesystem, "sync", appearing)
+    assert merge(tmp_path / "shards", out) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["model.pt", "shards"]
 
 
 def test_flat_dict_becomes_safetensors_and_another_state_is_refused(
