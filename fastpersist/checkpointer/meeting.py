@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fastpersist.checkpointer.root import why_no_root
-from fastpersist.distributed.common_steps import refuse_together, require_same
+from fastpersist.commit.step_listing import in_commit_order, read_commits
+from fastpersist.distributed.common_steps import done_by_first, refuse_together, require_same
 from fastpersist.distributed.coordination import Ranks
 from fastpersist.distributed.group_save import Writers, tuned_writer_count
 from fastpersist.distributed.node_local.copies import agree_on_stores
@@ -17,7 +18,7 @@ from fastpersist.distributed.node_local.detection import NodeLocal, Stores
 from fastpersist.distributed.partition import choose_writers
 from fastpersist.distributed.sessions import Session
 from fastpersist.distributed.shared_file import SaveGroup
-from fastpersist.errors import ConfigError
+from fastpersist.errors import ConfigError, StorageError
 from fastpersist.formats.manifest import step_name
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ class BoundRanks:
         stores: What is known of the file systems that the ranks see.
         writers: The ranks that write what is cut, in order; with copies: for each rank, the writers of its store.
         newest_begun: The last step that the ranks have begun to save; None before the first.
-        resumed: The last step that the ranks have loaded; None before the first.
+        resumed: The last step that the ranks have loaded; before the first, the newest that the coordinator sees: the
+            ranks may have saved it with another group. None if there is none.
 
     Raises:
         ConfigError, PeerError, CoordinationError: As `meet_ranks`.
@@ -107,7 +109,7 @@ class BoundRanks:
         self._process_group = None if self.ranks is None else process_group
         self.stores = Stores(own_root, node_local)
         self.newest_begun: int | None = None
-        self.resumed: int | None = None
+        self.resumed = None if self.ranks is None else self._newest_of_first(path)
         self._path = path
         self._wanted_writers = writers
         self._tuned_count = tuned_count
@@ -115,6 +117,19 @@ class BoundRanks:
             writers, [0] if self.ranks is None else self.ranks.nodes, tuned_count
         )
         self._check_replicas = check_replicas
+
+    def _newest_of_first(self, path: str) -> int | None:
+        def newest() -> int | None:
+            try:
+                return next(reversed(in_commit_order(read_commits(path))), None)
+            except StorageError:  # a load or the first save says what is wrong
+                return None
+
+        try:
+            return done_by_first(self._process_group, path, "looking at", newest)
+        except BaseException as error:
+            self.close(error)
+            raise
 
     @property
     def process_group(self) -> ProcessGroup | None:

@@ -274,3 +274,32 @@ def test_new_group_agrees_anew(tmp_path: Path) -> None:
     first, other = run_ranks(2, work)
     assert first == other
     assert fp.Checkpointer(tmp_path).steps() == [*first, 30]
+
+
+def test_step_that_was_saved_with_another_group_is_saved_already(tmp_path: Path) -> None:
+    def work(rank: int, count: int) -> Any:
+        said = errors_in_log()
+        run = Run(SIZES)
+        handler = Told(run)
+        with checkpoints_at(tmp_path, run) as checkpoints:
+            checkpoints.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
+            run.advance()
+            checkpoints.save(run.step, run.state()).result()
+            dist.barrier()
+            checkpoints.rebind(dist.new_group([1, 0]))
+            if rank == 1:
+                send()
+            occasion_count = 0
+            while not handler.steps and run.step < 30:
+                together()
+                occasion_count += 1
+                if occasion_count % 10 == 0:
+                    run.advance()
+                checkpoints.poll()
+        return handler.steps, said
+
+    (first, said), other = run_ranks(2, work)
+    assert (first, said) == other
+    assert said == []
+    assert first > [1]
+    assert saved_steps(tmp_path) == [1, *first]
