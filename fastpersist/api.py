@@ -94,7 +94,7 @@ def save(
         process_group: Write one file with all ranks of this group; all of them call this. Rank 0's object is saved, and
             the file is the one that rank 0 would write alone. Storages of 1 MiB and more must be the same on all ranks:
             samples of them are compared, and the writers share them out. All writers see the same file system. Only the
-            first call for a group uses torch's collectives.
+            first call for a group uses torch's collectives. Without a group, writers and check_replicas have no effect.
         writers: The ranks of the process group that write: "all", "node" (one rank of each node), a number, or "auto":
             on one node up to 8 ranks (or as many as rank 0's tuning file says), on several nodes one rank of each.
         check_replicas: Compare all bytes of these storages between the ranks, instead of samples.

@@ -116,7 +116,8 @@ class Checkpointer(Uncopied):
         process_group: Save with all ranks of this group; each makes and uses a Checkpointer of its own, in the same
             order. The coordinator's state (rank 0's) is saved. The tensors of the optimizer and of `constant` must be
             the same on all ranks: the writers share out those of 1 MiB and more, and write them into one ordinary file.
-            After the constructor, only load(), delete(), discard_after() and rebind() use the group.
+            After the constructor, only load(), delete(), discard_after() and rebind() use the group. Without a group,
+            or in a group of one rank, node_local, writers, check_replicas and peer_timeout_s have no effect.
         sharded: The state of each rank holds shards (DTensors, as of FSDP2 or tensor parallelism). All ranks write what
             they hold, in the format of torch.distributed.checkpoint. Any number of ranks can load it, sharded in any
             way, and so can torch's own readers.
