@@ -236,6 +236,10 @@ class FastPersistHuggingFaceWriter(CapturingWriter, StorageWriter):
         with failure_told(part.windows, part.rank), self._captured(items, planner) as capture:
             return write_model_part(part, items, planner, engine=self._engine, durable=self._durable, capture=capture)
 
+    def _give_up(self) -> None:
+        super()._give_up()
+        self.__dict__.pop("_begun", None)  # it is large
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write headers and index, and publish the directory; called by dcp.save on the coordinator."""
         with self._to_finish() as directory:

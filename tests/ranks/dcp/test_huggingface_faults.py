@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.dcp_states import failure_of, raised_by
-from support.filesystems import FullFor
+from support.filesystems import FullAtSync, FullFor
 from support.process_groups import rank_endings, run_ranks
 from support.rank_faults import Point, empty_disk_over, kill_this_process, watched
 from support.runs import hidden_names
 from support.safetensors_states import expect_files, expect_on, save, save_on, state_of
+from support.sameness import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.commit.filesystem import using
+from fastpersist.commit.filesystem import Filesystem, using
 from fastpersist.dcp.huggingface import layout as huggingface_layout
 from fastpersist.dcp.huggingface import model_part
 from fastpersist.dcp.huggingface import storage_writer as huggingface_writer
@@ -274,6 +275,16 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None
         error = failure_of(lambda: dcp.save(SMALL, storage_writer=writer))
     assert isinstance(error, fp.NoSpaceError)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("full", [FullFor(), FullAtSync("")], ids=["planning", "writing"])
+def test_a_failed_save_keeps_no_plans_in_memory(tmp_path: Path, full: Filesystem) -> None:
+    writer = FastPersistHuggingFaceWriter(tmp_path / "model")
+    with using(full):
+        assert isinstance(failure_of(lambda: dcp.save(SMALL, storage_writer=writer)), fp.NoSpaceError)
+    assert not any(isinstance(kept, huggingface_writer._Begun) for kept in vars(writer).values())
+    dcp.save(SMALL, storage_writer=writer)
+    assert_same(load_file(tmp_path / "model" / "model.safetensors"), SMALL)
 
 
 def test_kept_plans_need_our_planner_and_the_same_writer(tmp_path: Path) -> None:
