@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreters import RunScript, warm_interpreter
 from support.runs import Replay, hidden_names
 from support.states import pending_files
 
 import fastpersist as fp
 
 
-def run_script(text: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=500,  # for what hangs
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[RunScript]:
+    with warm_interpreter() as run:
+        yield run
 
 
 PROGRAM = """
@@ -57,7 +53,7 @@ SAVE_ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", SAVE_ENDINGS)
-def test_the_end_of_the_program_finishes_the_save(tmp_path: Path, ending: str) -> None:
+def test_the_end_of_the_program_finishes_the_save(tmp_path: Path, ending: str, run_script: RunScript) -> None:
     path = tmp_path / "state.pt"
     last_line, status = SAVE_ENDINGS[ending]
     result = run_script(textwrap.dedent(PROGRAM) + last_line, path)
@@ -74,7 +70,7 @@ CHECKPOINTER_ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", CHECKPOINTER_ENDINGS)
-def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str) -> None:
+def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str, run_script: RunScript) -> None:
     program = f"""
         import atexit, os, signal, sys, threading, time
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -103,7 +99,7 @@ def test_end_of_the_program_finishes_what_was_begun(tmp_path: Path, ending: str)
     assert hidden_names(tmp_path) == []
 
 
-def test_failure_that_nobody_asked_about_is_printed_at_the_end(tmp_path: Path) -> None:
+def test_failure_that_nobody_asked_about_is_printed_at_the_end(tmp_path: Path, run_script: RunScript) -> None:
     program = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -147,13 +143,13 @@ START = """
     ],
     ids=["dropped", "held", "daemon thread", "cycle"],
 )
-def test_the_interpreter_ends_when_the_requests_have(ending: str, path: Path) -> None:
+def test_the_interpreter_ends_when_the_requests_have(ending: str, path: Path, run_script: RunScript) -> None:
     result = run_script(START + "    slow(400)\n    " + ending, path)
     assert result.returncode == 0, result.stderr
     assert path.read_bytes() == b"\1" * 1000
 
 
-def test_a_write_that_failed_at_the_end_of_the_interpreter_is_told(path: Path) -> None:
+def test_a_write_that_failed_at_the_end_of_the_interpreter_is_told(path: Path, run_script: RunScript) -> None:
     result = run_script(
         START
         + '    _native.set_fault_plan(_native.FaultPlan(op="write"))\n'
@@ -197,7 +193,9 @@ LATE = """
     ],
     ids=["a save asks while it is polled", "a wait asks at its end", "a wait ends before the last of the main thread"],
 )
-def test_a_daemon_thread_that_asks_for_the_interpreter_too_late_ends_with_the_process(ending: str, path: Path) -> None:
+def test_a_daemon_thread_that_asks_for_the_interpreter_too_late_ends_with_the_process(
+    ending: str, path: Path, run_script: RunScript
+) -> None:
     result = run_script(LATE + "    " + ending, path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
