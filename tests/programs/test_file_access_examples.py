@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +23,6 @@ GPU_EXAMPLES = [name for name in EXAMPLES if "_gpu_" in name]
 LEFT_OUT = 77
 
 RunHere = Callable[..., None]
-
-
-def run(name: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(FOLDER / f"{name}.py"), *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -84,20 +78,28 @@ def test_an_example_moves_the_bytes_or_says_in_one_line_why_it_cannot(
         assert how.startswith("reads were " if "_load_" in name else "into a new file each time, made durable")
 
 
-@pytest.mark.timeout(300)  # eleven processes that import torch
-def test_run_all_prints_a_row_for_each_with_its_numbers_or_its_reason(tmp_path: Path) -> None:
-    done = run("run_all", tmp_path, "--size-mb", 2, "--loop", 1, "--validate", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "round 1 of 1\n")
-    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.split()[0] in EXAMPLES}
-    assert sorted(rows) == EXAMPLES
+def test_run_all_prints_a_row_for_each_with_its_numbers_or_its_reason(
+    shared: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With an example of each kind and each end: each is a process that imports torch."""
+    run_all = importlib.import_module("run_all")
+    assert sorted(run_all.EXAMPLES) == EXAMPLES
+    few = ("py_load_cpu_tensor", "ring_store_cpu_tensor", "ring_load_gpu_tensor", "gds_store_gpu_tensor")
+    monkeypatch.setattr(run_all, "EXAMPLES", few)
+    monkeypatch.setattr(sys, "argv", ["run_all.py", str(tmp_path), "--size-mb", "2", "--loop", "1", "--validate"])
+    assert run_all.main() == 0
+    said = capsys.readouterr()
+    assert said.err == "round 1 of 1\n"
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line.split()[0] in EXAMPLES}
+    assert tuple(rows) == few
     for name, row in rows.items():
         if name.startswith("gds_") or ("_gpu_" in name and not torch.cuda.is_available()):
             assert "left out: " in row
         else:
             assert re.fullmatch(rf"{name} +\d+\.\d\d +\d+\.\d\d–\d+\.\d\d *", row)
-    assert re.search("^loads: (cold|NOT COLD): ", done.stdout, re.MULTILINE)
-    assert re.search("^stores: .* durable within the time", done.stdout, re.MULTILINE)
-    assert re.search("^bytes: compared; the ring's engine: [a-z-]+$", done.stdout, re.MULTILINE)
+    assert re.search("^loads: (cold|NOT COLD): ", said.out, re.MULTILINE)
+    assert re.search("^stores: .* durable within the time", said.out, re.MULTILINE)
+    assert re.search("^bytes: compared; the ring's engine: [a-z-]+$", said.out, re.MULTILINE)
     assert not list(tmp_path.iterdir())
 
 
