@@ -513,7 +513,7 @@ int main(int argc, char** argv) {
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
   constexpr uint64_t kCount = 2000;
 #else
-  constexpr uint64_t kCount = 30000;
+  constexpr uint64_t kCount = 8000;
 #endif
   const int status = RunSchedules(argc, argv, kCount, RunSchedule);
   g_lock_file.reset();

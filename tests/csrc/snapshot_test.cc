@@ -20,7 +20,7 @@ const Snapshot::Poll kNoPoll;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr int kRounds = 15;
 #else
-constexpr int kRounds = 60;
+constexpr int kRounds = 20;
 #endif
 
 std::shared_ptr<Arena> MakeArena(uint64_t limit_bytes) { return std::make_shared<Arena>(limit_bytes); }
