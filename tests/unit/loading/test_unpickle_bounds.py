@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
@@ -269,11 +270,11 @@ def changed_bytes(good: bytes, seed: int) -> Iterator[tuple[int, int]]:
         yield at, rng.choice([byte ^ 1, byte ^ 0x80, (byte + rng.randrange(1, 256)) % 256])
 
 
-@pytest.mark.slow  # loads a file once for each of its bytes, by torch, too
+@pytest.mark.slow  # loads a file once for each third of its bytes, by torch, too
 @pytest.mark.parametrize("of_torch", [True, False])
 def test_no_changed_byte_is_taken_that_torch_refuses(of_torch: bool, path: Path) -> None:
     good = small_file(path, of_torch=of_torch)
-    assert_no_more_is_taken_than_by_torch(path, good, changed_bytes(good, seed=1))
+    assert_no_more_is_taken_than_by_torch(path, good, itertools.islice(changed_bytes(good, seed=1), 0, None, 3))
 
 
 @pytest.mark.long
