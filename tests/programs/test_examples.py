@@ -23,7 +23,12 @@ WITH_TESTS_OF_THEIR_OWN = {
 }
 SHARED = {"memory_group.py"}  # imported by examples; no program
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in WITH_TESTS_OF_THEIR_OWN | SHARED)
-SMALL = {"embedding_on_disk.py": ["--rows", 20_000, "--lookups", 3]}
+SMALL = {
+    "accelerate_loop.py": ["--steps", 10, "--width", 16],
+    "embedding_on_disk.py": ["--rows", 20_000, "--lookups", 3],
+    "huggingface_trainer.py": ["--steps", 10],
+    "lightning_trainer.py": ["--steps", 6],
+}
 # What torch_geometric calls when it is imported.
 IGNORED = "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 
@@ -46,9 +51,8 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
 
 
 def test_unchanged_program_makes_the_directory_that_it_is_given(tmp_path: Path) -> None:
-    command = command_of(FOLDER / "torch_save_unchanged.py", tmp_path / "new" / "run")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    code, _, errors = run_file_in_fork(FOLDER / "torch_save_unchanged.py", tmp_path / "new" / "run", directory=tmp_path)
+    assert (code, errors) == (0, "")
     assert (tmp_path / "new" / "run" / "checkpoint.pt").exists()
 
 
