@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 RunScript = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,11 +24,12 @@ import torch
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)  # the first optimizer of a process imports for seconds
 gc.freeze()  # what is there by now is not for each child to walk through
 for line in sys.stdin:
-    program, sys.argv, files = json.loads(line)
+    program, sys.argv, directory, files = json.loads(line)
     child = os.fork()
     if child == 0:
         for fd, path in enumerate([os.devnull, *files]):
             os.dup2(os.open(path, os.O_RDWR), fd)
+        os.chdir(directory)
         break
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
@@ -38,17 +40,21 @@ exec(program)
 
 @contextmanager
 def warm_interpreter() -> Iterator[RunScript]:
-    """Give a function that runs a program with words as `python -c PROGRAM WORDS…` would."""
+    """Give a function that runs a program with words as `python -c PROGRAM WORDS…` would, in a directory."""
     command = [sys.executable, "-c", _SERVER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 
-        def run_script(program: str, *words: object) -> subprocess.CompletedProcess[str]:
+        def run_script(program: str, *words: object, directory: object = "/") -> subprocess.CompletedProcess[str]:
             assert server.stdin is not None
             assert server.stdout is not None
-            with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
-                request = [textwrap.dedent(program), ["-c", *map(str, words)], [output.name, errors.name]]
+            with tempfile.TemporaryDirectory(prefix="fastpersist-program-") as name:
+                files = [Path(name, what) for what in ("output", "errors")]
+                for file in files:
+                    file.touch()
+                request = [textwrap.dedent(program), ["-c", *map(str, words)], str(directory), [*map(str, files)]]
                 print(json.dumps(request), file=server.stdin, flush=True)
                 code = int(server.stdout.readline())
-                return subprocess.CompletedProcess(program, code, output.read(), errors.read())
+                said = [file.read_text(errors="surrogateescape") for file in files]
+                return subprocess.CompletedProcess(program, code, *said)
 
         yield run_script

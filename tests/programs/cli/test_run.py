@@ -10,17 +10,19 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreters import RunScript, warm_interpreter
 from support.programs import run_in_fork
 from support.torch_save_calls import is_ours
 
 from fastpersist.cli import main
 
 RUN = [sys.executable, "-m", "fastpersist", "run"]
+RUN_MODULE = 'import runpy; runpy.run_module("fastpersist", run_name="__main__", alter_sys=True)'
 
 FACTS = """
 import json, sys
@@ -56,9 +58,15 @@ def run(command: Sequence[object], directory: Path, text: str = "") -> subproces
     )
 
 
-def both(words: Sequence[object], directory: Path, text: str = "") -> list[subprocess.CompletedProcess[str]]:
-    """Run a program with Python, and with ours."""
-    return [run([*start, *words], directory, text) for start in ([sys.executable], RUN)]
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[RunScript]:
+    with warm_interpreter() as run:
+        yield run
+
+
+def run_warm(run_script: RunScript, *words: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Do as `python -m fastpersist run WORDS…`, in an interpreter that has imported torch."""
+    return run_script(RUN_MODULE, "run", *words, directory=directory)
 
 
 def run_here(words: Sequence[object], directory: Path) -> tuple[int, str, str]:
@@ -201,25 +209,32 @@ def test_without_async_a_file_is_there_when_save_returns(tmp_path: Path) -> None
         "sys.exit('a message')",
         "os.kill(os.getpid(), 9)",
         "raise BrokenPipeError",
-        "raise KeyboardInterrupt",
         "1 +",
         "def f():\n    raise ValueError('deep') from LookupError('deeper')\nf()",
         "sys.excepthook = lambda *words: print('hook', words[0], words[2].tb_frame.f_code.co_name)\n1 / 0",
         "import atexit\n@atexit.register\ndef _(): raise LookupError('late')\nprint('é\\udc80')",
     ],
 )
-def test_program_ends_as_with_python(ending: str, tmp_path: Path) -> None:
+def test_program_ends_as_with_python(ending: str, tmp_path: Path, run_script: RunScript) -> None:
     write(tmp_path / "program.py", "import os, sys, threading\n" + ending)
-    stock, ours = both(["program.py"], tmp_path)
+    stock = run([sys.executable, "program.py"], tmp_path)
+    ours = run_warm(run_script, "program.py", directory=tmp_path)
     assert (ours.returncode, ours.stdout) == (stock.returncode, stock.stdout)
     addresses = re.compile("0x[0-9a-f]+")
     assert addresses.sub("0x", ours.stderr) == addresses.sub("0x", stock.stderr)
 
 
-def test_error_of_fastpersist_keeps_its_traceback_too(tmp_path: Path) -> None:
-    write(tmp_path / "program.py", "import fastpersist as fp\nfp.load('missing.pt')\n")
-    stock, ours = both(["program.py"], tmp_path)
-    assert (ours.returncode, ours.stderr) == (1, stock.stderr)
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("import fastpersist as fp\nfp.load('missing.pt')\n", 1), ("raise KeyboardInterrupt", -signal.SIGINT)],
+)
+def test_error_of_fastpersist_and_an_interrupt_keep_their_traceback_too(
+    program: str, code: int, tmp_path: Path
+) -> None:
+    write(tmp_path / "program.py", program)
+    stock, ours = (run([*start, "program.py"], tmp_path) for start in ([sys.executable], RUN))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (code, "", stock.stderr)
+    assert stock.returncode == code
     assert ours.stderr.startswith("Traceback")
 
 
@@ -253,9 +268,11 @@ FULL = """
 
 
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(0)", 1), ("sys.exit(5)", 5), ("1 / 0", 1)])
-def test_save_that_failed_behind_the_program_fails_it(ending: str, code: int, tmp_path: Path) -> None:
+def test_save_that_failed_behind_the_program_fails_it(
+    ending: str, code: int, tmp_path: Path, run_script: RunScript
+) -> None:
     write(tmp_path / "program.py", textwrap.dedent(FULL) + ending)
-    ended = run([*RUN, "--async", "program.py"], tmp_path)
+    ended = run_warm(run_script, "--async", "program.py", directory=tmp_path)
     assert ended.returncode == code
     lines = [line for line in ended.stderr.splitlines() if line.startswith("fastpersist: error: ")]
     assert len(lines) == 1
