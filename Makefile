@@ -40,13 +40,14 @@ TEST_SOURCES := $(sort $(wildcard tests/csrc/*.cc tests/abi/*.cc tests/abi/*.h t
 WARNED := $(patsubst %.cc,build/check/%.warned,$(SOURCES))
 TIDIED := $(patsubst %.cc,build/check/%.tidied,$(SOURCES))
 
-.PHONY: help setup build check docs test test-all test-rest test-oldest test-newest frameworks san abi crash fuzz storm trainers io gpu emulated-gpu demo figures wheel warnings tidy
+.PHONY: help setup build check docs test test-all test-rest test-long test-oldest test-newest frameworks san abi crash fuzz storm trainers io gpu emulated-gpu demo figures wheel warnings tidy
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo                  train, save, kill and resume a small GPT, and time it against torch.save'
 	@echo 'make test                  the tests that take two minutes together (PART=saving: all tests of that folder)'
 	@echo 'make test-all              all tests, but those that take many minutes each'
+	@echo 'make test-long             tests of units and programs that take minutes each'
 	@echo 'make check                 formatters, linters, type checker, house rules'
 	@echo 'make docs                  the documentation, in build/site/, with every link checked'
 	@echo 'make setup                 only the environment, in $(VENV)/ (PYTHON=… chooses the interpreter)'
@@ -178,6 +179,10 @@ endif
 # The rules of the house are tested by `make check`.
 test-rest: $(BUILT)
 	$(PYTEST) -m 'not quick and not long' --ignore=tests/test_house.py --durations=0 --durations-min=5
+
+# Those of tests/crash and tests/fuzz are run by make crash and make fuzz.
+test-long: $(BUILT)
+	$(PYTEST) -m long tests/unit tests/programs --timeout=0
 
 test-all:
 	$(MAKE) --no-print-directory test

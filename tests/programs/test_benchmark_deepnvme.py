@@ -12,6 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.long  # each way starts processes that import torch
 def test_all_ways_take_turns_and_leave_nothing(tmp_path: Path) -> None:
     disk, result_path = tmp_path / "disk", tmp_path / "result.json"
     disk.mkdir()

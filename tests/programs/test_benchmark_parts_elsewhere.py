@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks" / "parts_elsewhere.py"
 
 
+@pytest.mark.long  # starts five processes that import torch
 def test_ranks_load_what_lies_in_the_stores_of_others(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(

@@ -155,6 +155,7 @@ class TorchBasedFeature:
 """
 
 
+@pytest.mark.long  # starts two interpreters
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_rows_by_another_interpreter_take_turns_and_are_checked(
     wrong: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +180,7 @@ def test_rows_by_another_interpreter_take_turns_and_are_checked(
     assert re.search(r"GraphBolt, DGL 0; read_ahead_kb (\d+|unknown) ", done.stdout)
 
 
+@pytest.mark.long  # runs a benchmark twice
 def test_a_packed_table_needs_fewer_reads_and_a_second_run_makes_nothing(tmp_path: Path) -> None:
     report = tmp_path / "layout.json"
     words = ["--scale", "12", "--seeds", "16", "--batches", "2", "--repeat", "1", "--gaps", "0", "8", "--json", report]

@@ -21,6 +21,7 @@ def measured(*arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long  # half a minute, as the others
 def test_followers_are_connected_and_hear_of_each_commit() -> None:
     found = measured("commit", "--ranks", "9")
     assert found["ranks"] == 9
@@ -28,7 +29,7 @@ def test_followers_are_connected_and_hear_of_each_commit() -> None:
     assert 8 < found["descriptors"] < 8 + 7  # one for each follower; the listener, the selector, what wakes the thread
 
 
-@pytest.mark.long  # half a minute, as the next two
+@pytest.mark.long
 def test_each_saver_of_a_group_has_connections_of_its_own() -> None:
     assert 2 * 8 < measured("commit", "--ranks", "9", "--savers", "2")["descriptors"] < 2 * (8 + 7)
 
