@@ -104,8 +104,9 @@ class Checkpointer(Uncopied):
         keep_best: (count, metric, "min" or "max"): also keep the `count` steps with the best values of a metric. While
             no step has the metric, every step is kept. Without any of the three rules, every step is kept too. With
             any of them, the newest step always stays.
-        max_host_bytes: Bytes of host memory for copied state. None: the size of the state, but at most half of the
-            available memory. If the copies do not fit, save() or the optimizer's step waits for the disk.
+        max_host_bytes: Bytes of host memory for copied state in this process. None: the size of the state, but at most
+            half of the available memory, shared out among the ranks of the machine. If the copies do not fit, save() or
+            the optimizer's step waits for the disk.
         busy: What save() does while two earlier saves are unfinished. "wait": it waits for the first of them. "latest":
             it leaves out the one that has not begun. "skip": it leaves out the new one, even if only one is unfinished.
         on_error: "raise": the next save(), wait() or close() raises the error of a failed save. "warn": the error is

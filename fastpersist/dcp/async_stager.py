@@ -55,7 +55,8 @@ class CapturingWriter(StoragePath):
     Args:
         path: The directory, as in `StoragePath`.
         owners: The owners of tensors in the state.
-        max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free.
+        max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free, shared
+            out among the ranks of the machine.
         overwrite: Replace a checkpoint that is there.
         engine: "auto", or an engine's name.
         durable: Survive power loss once dcp.save has returned.

@@ -49,7 +49,8 @@ class FastPersistWriter(CapturingWriter, StorageWriter):
             Without it, dcp.async_save copies the whole state before it returns.
         constant: For dcp.async_save: what never changes, as in `fastpersist.save_async`.
         gate: "optimizer" or "manual", as in `fastpersist.save_async`; with "manual" you call `wait_captured`.
-        max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free.
+        max_host_bytes: Host memory for copied state; None: the bytes of the state, at most half of what is free, shared
+            out among the ranks of the machine.
 
     Attributes:
         save_id: The id of the last save, as in torch's writer.

@@ -64,6 +64,7 @@ from fastpersist.distributed.peers import (
 from fastpersist.distributed.sessions import WAKE_S, Session
 from fastpersist.errors import ConfigError, CoordinationError
 from fastpersist.saving.directory_files import own_version
+from fastpersist.transfer.arena import note_ranks_of_machine
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +142,9 @@ class Ranks:
             return found
 
         versions = {"fastpersist": own_version(), "torch": str(torch.__version__)}
-        return cls.of(rank, count, exchange, timeout_s=timeout_s, versions=versions)
+        ranks = cls.of(rank, count, exchange, timeout_s=timeout_s, versions=versions)
+        note_ranks_of_machine(ranks.nodes.count(ranks.nodes[rank]))
+        return ranks
 
     @classmethod
     def of(

@@ -41,7 +41,7 @@ from fastpersist.rows.device_rows import (
 )
 from fastpersist.rows.ids import checked_ids, is_traced
 from fastpersist.rows.opening import RowSource, Source, as_absolute, facts_of, open_rows
-from fastpersist.transfer.arena import available_host_bytes
+from fastpersist.transfer.arena import available_bytes_per_rank
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
 from fastpersist.transfer.tensor_memory import address_of, check_bytes
 from fastpersist.transfer.tensor_requests import checked_number
@@ -166,9 +166,9 @@ class RowStore:
         shape: For a raw file: the dimensions; the first may be -1, for as many rows as there are.
         dtype: For a raw file: the dtype. Elements of other files are read as this dtype, of the same width.
         offset_bytes: For a raw file: where its rows begin.
-        cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB"; "auto" is a quarter
-            of the memory that is available, at most the table. Where requests go to a CUDA device, what the rows fill
-            of it is pinned.
+        cache_bytes: Memory for rows and what belongs to them, as a number or a text such as "4GiB". "auto": a quarter
+            of what is available, shared out among the ranks of the machine; at most the table. Where requests go to a
+            CUDA device, what the rows fill of it is pinned.
         ahead_bytes: Memory for the results of requests made ahead that were not taken yet, on the host or on the device
             that they are for; two may always be under way. "auto" is room for 1,024 rows, at most 256 MiB: these keep a
             disk busy, and the cache knows what is started later.
@@ -241,7 +241,7 @@ class RowStore:
         positions = self._rows.position_of_row
         self._positions = None if positions is None else positions.to(torch.int64).contiguous()
         if cache_bytes == "auto":
-            cache_bytes = available_host_bytes() // 4
+            cache_bytes = available_bytes_per_rank() // 4
         if ahead_bytes == "auto":
             ahead_bytes = min(_AHEAD_ROWS * self.row_bytes, _AHEAD_BYTES_MAX)
         self._ahead_bytes = byte_count(ahead_bytes, "ahead_bytes", auto_allowed=True)

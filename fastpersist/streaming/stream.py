@@ -41,7 +41,7 @@ from fastpersist.streaming.reading import (
 from fastpersist.streaming.residency import Residency, choose_residents
 from fastpersist.streaming.source import WeightSource
 from fastpersist.streaming.units import ROUTING_ARGUMENT, Block, Unit, Weight, blocks_of, cut, expert_count_of
-from fastpersist.transfer.arena import available_host_bytes
+from fastpersist.transfer.arena import available_bytes_per_rank
 from fastpersist.transfer.engine_selection import require_engine
 from fastpersist.transfer.torch_boundary import untraced
 
@@ -120,7 +120,7 @@ def stream(
             torch.save, or the directory of a step of a Checkpointer. It is read in place.
         device: Where the model runs: "cpu", or a CUDA device such as "cuda:0". Buffers that no file has move there.
         budget_bytes: Memory for weights: those that stay, and the ring for the others. A number, a text such as
-            "4GiB", or "auto": 60 % of what this process could still have, or of a device's free memory.
+            "4GiB", or "auto": 60 % of a device's free memory, or of this rank's share of what the machine has left.
         dtype: None: the dtypes of source and model must be the same. "auto": the source's. "model": that of each
             parameter. A floating-point dtype: all floating-point weights get it. Conversions are of floating-point
             weights only, each time that they are read.
@@ -151,7 +151,7 @@ def stream(
     path = local_path(source, "source")
     require_engine(engine)
     if budget_bytes == "auto":
-        free_bytes = available_host_bytes() if place.type == "cpu" else torch.cuda.mem_get_info(place)[0]
+        free_bytes = available_bytes_per_rank() if place.type == "cpu" else torch.cuda.mem_get_info(place)[0]
         budget = free_bytes * 3 // 5
     else:
         budget = byte_count(budget_bytes, "budget_bytes", auto_allowed=True)
@@ -410,7 +410,7 @@ class WeightStream:
     def _tell_of_room(self) -> None:
         """Say where a larger budget would do better than this one can."""
         total_bytes = sum(weight.file_bytes for weight in self._weights)
-        if self._chosen.ring_bytes and available_host_bytes() > total_bytes + total_bytes // 2:
+        if self._chosen.ring_bytes and available_bytes_per_rank() > total_bytes + total_bytes // 2:
             _log.info(
                 "streaming %s with a budget of %d MB, though its %d MB of weights would fit into memory: a larger "
                 'budget_bytes, or "auto", makes later passes faster',

@@ -10,14 +10,17 @@ from contextlib import suppress
 from fastpersist import _native
 from fastpersist.errors import ConfigError
 
-__all__ = ["Arena", "ArenaOfSave", "available_host_bytes"]
+__all__ = ["Arena", "ArenaOfSave", "available_bytes_per_rank", "available_host_bytes", "note_ranks_of_machine"]
+
+_met_count = 1  # the most ranks of one process group that have met on this machine
 
 
 class Arena:
     """Host memory for captured bytes, shared by saves that follow each other.
 
     Args:
-        max_bytes: The limit; None for the bytes of the state, but at most half of what is available at the first save.
+        max_bytes: The limit; None for the bytes of the state, but at most half of what is available per rank at the
+            first save.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -60,7 +63,7 @@ class Arena:
             limit_bytes = self._max_bytes
         else:
             if self._half_bytes is None:
-                self._half_bytes = (available_host_bytes() + _native.pinned_cache_bytes()) // 2
+                self._half_bytes = (available_bytes_per_rank() + _native.pinned_cache_bytes()) // 2
             # A little more than the state: sources start on cache lines, and a block belongs to one save.
             limit_bytes = min(state_bytes + state_bytes // 64 + (32 << 20), self._half_bytes)
         self._native.grow(limit_bytes)
@@ -94,6 +97,23 @@ class ArenaOfSave(Arena):
         """Return the native arena, with room for this much more of the save as far as the limit allows."""
         self._state_bytes += state_bytes
         return self._arena.for_state(self._state_bytes)
+
+
+def note_ranks_of_machine(count: int) -> None:
+    """Note that a process group has so many ranks on this machine."""
+    global _met_count
+    _met_count = max(_met_count, count)
+
+
+def available_bytes_per_rank() -> int:
+    """Return this process's share of the available memory: each rank of the machine takes as much.
+
+    LOCAL_WORLD_SIZE, which torchrun sets, is the number of ranks. Without it, the ranks that have met are counted
+    (`note_ranks_of_machine`).
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    count = int(told) if told.isdecimal() else 0
+    return available_host_bytes() // (count or _met_count)
 
 
 def available_host_bytes() -> int:

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.forking import run_in_child
+from support.process_groups import run_ranks
 from support.resumables import save
 
 import fastpersist as fp
+from fastpersist import _native
+from fastpersist.cli.bench.stream.memory_limit import MemoryLimit
+from fastpersist.transfer.arena import Arena
 
 MEMORY = """
 import re, sys
@@ -159,3 +163,31 @@ def test_peak_is_the_limit_and_a_ring(limit_mib: int, tmp_path: Path) -> None:
     peak_bytes, copied_bytes = map(int, done.stdout.split())
     assert peak_bytes <= limit_bytes + (50 << 20)
     assert (copied_bytes > 0) == (limit_bytes > 0)
+
+
+def test_ranks_in_one_cgroup_leave_half_of_it() -> None:
+    limit_bytes = 384 << 20
+    state = torch.ones(256 << 20, dtype=torch.uint8)  # made once, outside of the cgroup
+
+    def take_all_that_may_be(rank: int, count: int) -> int:
+        dist = torch.distributed
+        limit.add(os.getpid())
+        dist.barrier()
+        if rank == 0:
+            limit.hold_down(limit_bytes)
+        dist.barrier()
+        native = Arena().for_state(state.nbytes)
+        dist.barrier()
+        snapshot = _native.Snapshot(native)
+        snapshot.add([state.data_ptr()], [state.nbytes], [_native.SourceKind.STABLE], [None])
+        snapshot.capture(_native.SourceKind.STABLE, False)  # without a writer that would make room
+        dist.barrier()
+        return native.used_bytes
+
+    try:
+        with MemoryLimit(f"fastpersist-test-{os.getpid()}") as limit:
+            taken = run_ranks(3, take_all_that_may_be)
+    except fp.UnsupportedError as error:
+        pytest.skip(str(error))
+    assert min(taken) > 0
+    assert sum(taken) <= limit_bytes // 2

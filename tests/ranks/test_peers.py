@@ -12,6 +12,7 @@ GLOO = """
 import sys
 import torch.distributed as dist
 from fastpersist.distributed.coordination import Ranks
+from fastpersist.transfer import arena
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
@@ -28,8 +29,11 @@ for group in (None, dist.group.WORLD, backwards):
         assert session.hear() == b"c"
     session.finish()
     ranks.close()
+arena.available_host_bytes = lambda: 100
+assert arena.available_bytes_per_rank() == 50
 alone = [dist.new_group([one]) for one in range(2)]
 assert Ranks.meet(alone[rank]).count == 1
+assert arena.available_bytes_per_rank() == 50  # the group of one is not all of this machine
 try:
     Ranks.meet(alone[1 - rank])
 except ValueError as error:
@@ -42,6 +46,7 @@ def test_ranks_of_a_process_group_meet(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(GLOO))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("LOCAL_WORLD_SIZE", None)
     children = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(tmp_path / "store")],

@@ -32,6 +32,7 @@ from fastpersist.rows import store as store_module
 from fastpersist.rows.opening import RowSource, open_rows
 from fastpersist.rows.store import RowStore
 from fastpersist.rows.writer import RowWriter, write_rows
+from fastpersist.transfer import arena
 
 nothing_is_left_behind = leaks.nothing_is_left_behind
 
@@ -53,6 +54,14 @@ def test_rows_come_in_the_order_of_their_ids(cache_bytes: int | str, path: Path,
             ids = torch.randint(COUNT, (count,), generator=generator)
             assert torch.equal(store.gather(ids), rows[ids])
         assert torch.equal(store.gather(range(COUNT)), rows)
+
+
+def test_a_cache_takes_a_quarter_of_the_share_of_its_rank(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "available_host_bytes", lambda: 12 << 20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for cache_bytes, taken_bytes in (("auto", 1 << 20), (2 << 20, 2 << 20)):
+        with RowStore(path, cache_bytes=cache_bytes) as store:
+            assert store._cache_bytes == taken_bytes
 
 
 def test_shapes_are_those_of_an_embedding(path: Path, rows: torch.Tensor) -> None:

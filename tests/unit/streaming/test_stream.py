@@ -27,6 +27,7 @@ from torch import nn
 import fastpersist as fp
 from fastpersist.errors import ConfigError, UnsupportedError
 from fastpersist.streaming import reading
+from fastpersist.transfer import arena
 
 pytestmark = pytest.mark.usefixtures("small_units")
 
@@ -604,3 +605,19 @@ def test_a_budget_that_is_small_beside_the_memory_is_told(tmp_path: Path, caplog
         assert not any("would fit into memory" in message for message in caplog.messages)
         fp.stream(on_meta(Blocks()), path, budget_bytes=least).close()
     assert any("would fit into memory" in message for message in caplog.messages)
+
+
+def test_a_budget_is_shared_out_among_the_ranks_of_the_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_weights(Blocks(), tmp_path / "model.safetensors")
+    total_bytes = sum(parameter.nbytes for parameter in Blocks().parameters())
+    monkeypatch.setattr(arena, "available_host_bytes", lambda: 2 * (total_bytes * 5 // 4))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    auto_bytes = total_bytes * 5 // 4 * 3 // 5
+    with caplog.at_level(logging.INFO, "fastpersist"):
+        for budget_bytes, taken_bytes in (("auto", auto_bytes), (auto_bytes + 1, auto_bytes + 1)):
+            with fp.stream(on_meta(Blocks()), path, budget_bytes=budget_bytes) as stream:
+                assert stream._budget_bytes == taken_bytes
+                assert stream._chosen.ring_bytes > 0
+    assert not any("would fit into memory" in message for message in caplog.messages)

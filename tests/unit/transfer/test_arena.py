@@ -13,7 +13,8 @@ import torch
 
 import fastpersist as fp
 from fastpersist import _native
-from fastpersist.transfer.arena import Arena, ArenaOfSave, available_host_bytes
+from fastpersist.transfer import arena as arena_module
+from fastpersist.transfer.arena import Arena, ArenaOfSave, available_bytes_per_rank, available_host_bytes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -181,3 +182,37 @@ def test_available_memory_of_this_machine_is_plausible() -> None:
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 <= available_host_bytes() <= total_bytes
     assert Path("/proc/meminfo").exists()
+
+
+# --- the share of a rank
+
+
+@pytest.mark.parametrize(
+    ("variable", "met_count", "count"),
+    [("4", 1, 4), ("1", 1, 1), ("2", 8, 2), (None, 1, 1), (None, 3, 3)]
+    + [(nonsense, met, met) for nonsense in ("", "0", "x", "-2", "1.5", "²") for met in (1, 3)],
+)
+def test_available_memory_is_shared_out_among_the_ranks_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, met_count: int, count: int
+) -> None:
+    monkeypatch.setattr(arena_module, "available_host_bytes", lambda: 12 * GIB)
+    monkeypatch.setattr(arena_module, "_met_count", 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", variable)
+    for met in (1, met_count, 1):  # a smaller group may be a part of the machine's ranks
+        arena_module.note_ranks_of_machine(met)
+    assert available_bytes_per_rank() == 12 * GIB // count
+
+
+def test_an_arena_takes_half_of_the_share_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "available_host_bytes", lambda: 96 * MIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    state = torch.ones(64 * MIB, dtype=torch.uint8)
+    for memory, taken_bytes in ((Arena(), 16 * MIB), (Arena(40 * MIB), 40 * MIB)):
+        native = memory.for_state(state.nbytes)
+        snapshot = _native.Snapshot(native)
+        snapshot.add([state.data_ptr()], [state.nbytes], [_native.SourceKind.STABLE], [None])
+        snapshot.capture(_native.SourceKind.STABLE, False)
+        assert native.used_bytes == taken_bytes
+        snapshot.close()
