@@ -305,7 +305,7 @@ class Root:
     # --- the steps
 
     def is_damaged(self, step: int) -> bool:
-        """Tell whether a step is there, but is known to be damaged."""
+        """Tell whether a step is there, but is known to be damaged; also if a removal has left an empty directory."""
         path = os.path.join(self.path, step_name(step))
         if not os.path.lexists(path):
             return False
@@ -314,7 +314,10 @@ class Root:
         except CorruptionError:
             return True
         except (StorageError, CheckpointNotFoundError):
-            pass  # no proof by itself, but a load may have gone back from the step for this reason
+            # No proof by itself, but a load may have gone back from the step for this reason.
+            with suppress(OSError):
+                if not os.listdir(path):
+                    return True
         return step in self.unloadable
 
     def forget(self) -> None:

@@ -33,6 +33,9 @@ deletes MANIFEST.json last; until nothing else is left it holds a lock on it tha
 readers'. Where a file system has no locks, leftovers are removed when a day old, and readers are not noticed. `locks`
 has the locks, `removal` removes and sweeps.
 
+A committed directory that cannot be renamed (EXDEV: one of a lower layer, on overlayfs without redirect_dir) is not
+replaced, because it would have to go first. `removal` says how it is removed.
+
 The final name may not be that of a file, a symbolic link, a mount point, or a directory that has files and no
 MANIFEST.json, and so is no checkpoint. With overwrite="foreign" the caller says that such a directory is a checkpoint
 of another program; only an exchange replaces it, because a sweep would not undo the first of two steps. Callers decide
@@ -347,11 +350,26 @@ class PendingDirectory:
                     _log.debug("%s is replaced in two steps: %s", self.final_path, refused)
                     return self._retire_and_rename()
             except StorageError as error:
+                if replaces and error.errno == errno.EXDEV:
+                    self._make_way(error)
+                    continue
                 # ENOENT may be about either name, so the pending directory itself may be gone.
                 raced = errno.ENOENT if replaces else errno.EEXIST
                 if error.errno not in (raced, errno.EEXIST) or not os.path.lexists(self.path):
                     raise
         raise InternalError(f"{self.final_path} was taken and freed by other saves {_ATTEMPT_COUNT} times")
+
+    def _make_way(self, error: StorageError) -> None:
+        """Remove a directory that cannot be renamed, if it is empty, as a killed removal may have left it; or raise."""
+        try:
+            filesystem().remove_directory(self.final_path)
+        except StorageError:
+            message = (
+                f"{error} (a directory in a lower layer of overlayfs, such as the image of a container, cannot be "
+                "renamed, so it cannot be replaced while it is whole: remove it first, for example with "
+                "Checkpointer.delete, or save elsewhere)"
+            )
+            raise StorageError(error.errno, message, self.final_path) from error
 
     def _retire_and_rename(self) -> str:
         retired = hidden_path(self.final_path, "retired")

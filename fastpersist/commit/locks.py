@@ -93,9 +93,14 @@ def _lock_for_removal(fd: int, writable: bool, path: str) -> Lock:
 
 
 @contextmanager
-def claimed(path: str) -> Iterator[Lock]:
-    """Keep writers and readers out of a directory while the block removes or renames it, if the lock is TAKEN."""
-    manifest_path = os.path.join(path, MANIFEST_NAME)
+def claimed(path: str, name: str = MANIFEST_NAME) -> Iterator[Lock]:
+    """Keep writers and readers out of a directory while the block removes or renames it, if the lock is TAKEN.
+
+    Args:
+        path: The directory.
+        name: The name of its manifest.
+    """
+    manifest_path = os.path.join(path, name)
     fd, process = -1, os.getpid()
     lock = Lock.BUSY
     with live_guard():

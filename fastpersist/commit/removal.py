@@ -1,6 +1,6 @@
 """Remove directories of checkpoints: committed ones on demand, and leftovers of dead saves and removals.
 
-A directory is deleted only while it has a hidden name, after a sync of its parent that makes the loss of its final name
+A directory is deleted while it has a hidden name, after a sync of its parent that makes the loss of its final name
 durable, and under a lock that keeps its writer and its readers out. Its MANIFEST.json goes last. `directory_commit` has
 the whole protocol and its reasons.
 
@@ -8,6 +8,11 @@ The lock is on MANIFEST.json and is dropped before that file is removed: NFS doe
 file as `.nfs…` in the same directory, which then cannot be removed either. At that moment only a manifest is left, in a
 directory with a pending name. Such directories are never read, no sweep gives one its final name back (so a retired
 directory is renamed first), and two processes may remove the same one at once.
+
+On overlayfs without redirect_dir, a directory of a lower layer cannot be renamed (EXDEV). Then a committed directory
+keeps its name, and its MANIFEST.json becomes MANIFEST.json.removed: it is no checkpoint any more, and a sweep removes
+what is left. The lock, on that file now, is held until the file is gone: otherwise a slow sweeper might delete the
+files of a new checkpoint that has got the name meanwhile.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ __all__ = [
 _log = logging.getLogger("fastpersist")
 
 _ATTEMPT_COUNT = 5
+_REMOVED_NAME = f"{MANIFEST_NAME}.removed"
 _read_when_replaced: set[str] = set()  # replaced directories that stayed, because they were being read
 
 
@@ -154,17 +160,48 @@ def sweep_directories(parent: str, name: re.Pattern[str] | str, *, locks_work: b
             filesystem().sync_directory(parent)
             synced = True
 
-    for leftover in _leftovers(parent, name):
+    for leftover in [*_leftovers(parent, name), *_removed_in_place(parent, name)]:
         try:
             if leftover.kind == "retired" and _give_name_back(leftover):
                 continue
-            what = _remove_leftover(leftover.path, prepare=sync_once, locks_work=locks_work)
+            if leftover.kind == "removed":
+                what = _finish_removal(leftover.path, locks_work=locks_work)
+            else:
+                what = _remove_leftover(leftover.path, prepare=sync_once, locks_work=locks_work)
             if what is not None:
                 removed.append(leftover.path)
                 _log.info("removed %s, %s", leftover.path, what)
         except StorageError as error:
             _log.warning("a leftover stays: %s", error)
     return removed
+
+
+def _removed_in_place(parent: str, name: re.Pattern[str] | str) -> list[_Leftover]:
+    """List the directories that were being removed under their final names."""
+    try:
+        names = [name] if isinstance(name, str) else [found for found in os.listdir(parent) if name.fullmatch(found)]
+    except OSError:
+        return []  # as in `_leftovers`
+    paths = [os.path.join(parent, found) for found in names]
+    return [
+        _Leftover(path, path, "removed")
+        for path in paths
+        if os.path.lexists(os.path.join(path, _REMOVED_NAME))
+        and not os.path.lexists(os.path.join(path, MANIFEST_NAME))
+        and not os.path.islink(path)
+    ]
+
+
+def _finish_removal(path: str, *, locks_work: bool) -> str | None:
+    """Remove the rest of a directory that kept its name; return what it was, or None if it is left alone."""
+    with claimed(path, _REMOVED_NAME) as lock:
+        if lock in (Lock.BUSY, Lock.NO_MANIFEST):
+            return None
+        if (lock is Lock.UNSUPPORTED or not locks_work) and not _is_old(path):
+            return None
+        filesystem().sync_directory(path)
+        _remove_in_place(path)
+    return "left by a removal that died"
 
 
 def _give_name_back(leftover: _Leftover) -> bool:
@@ -306,7 +343,7 @@ def _remove_tree_once(path: str) -> None:
         filesystem().remove_directory(path)
 
 
-def _empty_tree(path: str) -> None:
+def _empty_tree(path: str, manifest_name: str = MANIFEST_NAME) -> None:
     """Delete everything in a directory but its manifest; links are not followed, missing files are no error."""
     directories = [path]
     for directory in directories:
@@ -319,7 +356,7 @@ def _empty_tree(path: str) -> None:
             for entry in listed:
                 if entry.is_dir(follow_symlinks=False):
                     directories.append(entry.path)
-                elif directory != path or entry.name != MANIFEST_NAME:
+                elif directory != path or entry.name != manifest_name:
                     with ignoring(errno.ENOENT):
                         filesystem().unlink(entry.path)
     for directory in reversed(directories[1:]):
@@ -333,6 +370,8 @@ def remove_directory(path: str) -> bool:
     Returns:
         False if it is being read: then it stays as it is.
 
+    Where the directory cannot be renamed, its manifest is: see the beginning of this file.
+
     Raises:
         CheckpointNotFoundError: There is no directory with a MANIFEST.json; nothing was removed.
         StorageError: The rename, or its sync, failed. A later sweep removes what is left.
@@ -344,13 +383,29 @@ def remove_directory(path: str) -> bool:
         if lock is Lock.NO_MANIFEST or os.path.islink(path):
             raise CheckpointNotFoundError(f"{path} is no directory with a {MANIFEST_NAME}, so it is not removed")
         hidden = hidden_path(path, "pending")
-        filesystem().rename(path, hidden)
+        try:
+            filesystem().rename(path, hidden)
+        except StorageError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            filesystem().rename(os.path.join(path, MANIFEST_NAME), os.path.join(path, _REMOVED_NAME))
+            filesystem().sync_directory(path)
+            with _left_behind_is_told():
+                _remove_in_place(path)
+            return True
         filesystem().sync_directory(os.path.dirname(path))
         with _left_behind_is_told():
             _empty_tree(hidden)
     with _left_behind_is_told():
         _remove_tree(hidden)
     return True
+
+
+def _remove_in_place(path: str) -> None:
+    """Remove a directory whose manifest has durably got its other name, and is locked."""
+    _empty_tree(path, _REMOVED_NAME)
+    filesystem().unlink(os.path.join(path, _REMOVED_NAME))
+    filesystem().remove_directory(path)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.filesystems import FailingFilesystem, KillingFilesystem, Operation, WatchedFilesystem
+from support.filesystems import FailingFilesystem, KillingBeforeNth, KillingFilesystem, Operation, WatchedFilesystem
 from support.forking import Child, Report
 
 from fastpersist.commit.directory_commit import (
@@ -20,6 +21,7 @@ from fastpersist.commit.directory_commit import (
 )
 from fastpersist.commit.filesystem import filesystem
 from fastpersist.errors import (
+    StorageError,
     UnsupportedError,
 )
 
@@ -45,6 +47,34 @@ class Recording(WatchedFilesystem):
 
     def index(self, name: str, nth: int = 0) -> int:
         return [index for index, operation in enumerate(self.operations) if operation.name == name][nth]
+
+
+class LowerLayer(WatchedFilesystem):
+    """A file system that cannot rename directories with final names: overlayfs, if the image of a container has them.
+
+    Put it before the double that does the watching.
+    """
+
+    def rename(self, source: str, target: str) -> None:
+        self._refuse(source, source, target)
+        super().rename(source, target)
+
+    def exchange(self, first: str, second: str) -> None:
+        self._refuse(second, first, second)
+        super().exchange(first, second)
+
+    def _refuse(self, old: str, source: str, target: str) -> None:
+        if os.path.isdir(old) and not os.path.basename(old).startswith("."):
+            raise StorageError(errno.EXDEV, f"renaming {source} to {target}: {os.strerror(errno.EXDEV)}", target)
+
+
+class RecordingLowerLayer(LowerLayer, Recording): ...
+
+
+class FailingLowerLayer(LowerLayer, FailingFilesystem): ...
+
+
+class KillingLowerLayer(LowerLayer, KillingBeforeNth): ...
 
 
 class RecordingRefusing(Refusing, Recording): ...

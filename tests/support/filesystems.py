@@ -266,6 +266,20 @@ class KillingFilesystem(WatchedFilesystem):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillingBeforeNth(WatchedFilesystem):
+    """This process dies by SIGKILL right before its n-th operation."""
+
+    def __init__(self, nth: int) -> None:
+        self._left_count = nth
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        self._left_count -= 1
+        if self._left_count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield
+
+
 @contextmanager
 def failing_lookup(path: str | os.PathLike[str], nth: int = 1) -> Iterator[list[str]]:
     """The n-th look at a path, a stat, a listing or an open, fails with EIO, and no other; yields what has failed."""

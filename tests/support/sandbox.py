@@ -126,6 +126,20 @@ def bind_mounted(source: Path, place: Path) -> Iterator[None]:
         unmount(place)
 
 
+@contextlib.contextmanager
+def overlay_mounted(lower: Path, tmp_path: Path) -> Iterator[Path]:
+    """Mount what a directory holds as the image of a container: its directories cannot be renamed."""
+    with small_filesystem("tmpfs", tmp_path, 64) as above:
+        for name in ("upper", "work", "merged"):
+            (above / name).mkdir()
+        layers = f"lowerdir={lower},upperdir={above}/upper,workdir={above}/work,redirect_dir=off"
+        _mount("-t", "overlay", "-o", layers, "overlay", str(above / "merged"))
+        try:
+            yield above / "merged"
+        finally:
+            unmount(above / "merged")
+
+
 def unmount(directory: Path) -> None:
     """Take a file system off, as soon as the kernel lets go of it.
 

@@ -37,6 +37,16 @@ def test_damaged_step_is_replaced_without_being_asked(damage: str, tmp_path: Pat
         assert torch.equal(checkpointer.load()["weight"], state(22)["weight"])
 
 
+def test_empty_directory_of_a_step_is_replaced_without_being_asked(tmp_path: Path) -> None:
+    """A removal that was killed may have left it, or a person."""
+    two_steps(tmp_path)
+    (tmp_path / "step-00000003").mkdir()
+    with fp.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state(3))
+        checkpointer.wait()
+        assert torch.equal(checkpointer.load()["weight"], state(3)["weight"])
+
+
 def test_whole_step_is_replaced_only_when_asked(tmp_path: Path) -> None:
     two_steps(tmp_path)
     with fp.Checkpointer(tmp_path) as checkpointer:

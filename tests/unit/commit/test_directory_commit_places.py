@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.filesystems import FullFor
+from support.sandbox import overlay_mounted
 
 import fastpersist as fp
 from fastpersist.commit.filesystem import Filesystem, make_directories, using
+from fastpersist.errors import StorageError
 
 
 class Recording(Filesystem):
@@ -279,3 +281,31 @@ def test_hundreds_of_files_do_not_use_up_the_descriptors(tmp_path: Path) -> None
     assert counting.open_count <= before + 70
     assert len(counting.written_at_sync) == 201
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- in the image of a container
+
+
+def test_steps_of_an_image_are_removed_by_retention_and_replaced_when_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    image = tmp_path / "image"
+    with fp.Checkpointer(image / "root") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"step": step})
+    with overlay_mounted(image, tmp_path) as merged:
+        root = merged / "root"
+        with fp.Checkpointer(root, keep=2) as checkpointer:
+            with pytest.raises(StorageError, match=r"cannot be renamed.*remove it first.*Checkpointer\.delete"):
+                checkpointer.save(3, {"step": 33}, overwrite=True).result()
+            assert checkpointer.load() == {"step": 3}
+            checkpointer.save(4, {"step": 4})
+            checkpointer.wait()
+        caplog.clear()
+        with fp.Checkpointer(root, keep=2) as checkpointer:
+            assert checkpointer.steps() == [3, 4]
+            assert sorted(name for name in os.listdir(root) if "step" in name) == ["step-00000003", "step-00000004"]
+            checkpointer.delete(3)
+            checkpointer.save(3, {"step": 33})
+            checkpointer.wait()
+            assert checkpointer.load() == {"step": 33}

@@ -12,14 +12,18 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 from support.directories import (
     NAME,
     STEPS,
+    FailingLowerLayer,
+    KillingLowerLayer,
+    LowerLayer,
     Recording,
+    RecordingLowerLayer,
     Refusing,
     begin,
     hidden,
@@ -455,6 +459,104 @@ def test_read_only_directories_and_files_are_removed(tmp_path: Path) -> None:
 
         run_in_child(work)
         assert os.listdir(directory) == []
+
+
+# --- removing what cannot be renamed
+
+
+def test_directory_that_cannot_be_renamed_loses_its_manifest_durably_before_its_files(
+    tmp_path: Path, leak_check: None
+) -> None:
+    save(tmp_path / NAME)
+    with using(recording := RecordingLowerLayer()):
+        assert remove_directory(str(tmp_path / NAME))
+    names = [operation.name for operation in recording.operations]
+    assert names == ["rename", "sync_directory", "unlink", "unlink", "remove_directory", "unlink", "remove_directory"]
+    assert recording.operations[0].path == recording.operations[1].path + "/MANIFEST.json"
+    assert recording.operations[-2].path == recording.operations[0].target
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [NAME, STEPS], ids=["name", "pattern"])
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_killed_removal_of_what_cannot_be_renamed_never_leaves_what_looks_whole(
+    nth: int, name: re.Pattern[str] | str, tmp_path: Path
+) -> None:
+    save(tmp_path / NAME)
+
+    def work(report: Report) -> None:
+        with using(KillingLowerLayer(nth)):
+            remove_directory(str(tmp_path / NAME))
+
+    with Child(work) as child:
+        ended = child.wait()
+    if nth == 8:
+        assert ended.verdict == "passed", ended.message
+        assert os.listdir(tmp_path) == []
+        return
+    assert ended.signal == signal.SIGKILL, ended.message
+    if nth == 1:
+        assert step_in(tmp_path / NAME) == 1
+        return
+    assert not (tmp_path / NAME / "MANIFEST.json").exists()
+    with using(recording := RecordingLowerLayer()):
+        assert sweep_directories(str(tmp_path), name) == ([] if nth == 7 else [str(tmp_path / NAME)])
+        assert (tmp_path / NAME).exists() == (nth == 7)  # it is empty, as any other empty directory
+        save(tmp_path / NAME, 2)
+    assert recording.operations[0].name == ("make_directory" if nth == 7 else "sync_directory")
+    assert step_in(tmp_path / NAME) == 2
+
+
+def test_failed_removal_of_what_cannot_be_renamed_is_finished_by_the_next_save(
+    tmp_path: Path, leak_check: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for nth in itertools.count(1):
+        save(tmp_path / NAME)
+        with using(double := FailingLowerLayer(nth, errno.EIO)):
+            if nth <= 2:
+                with pytest.raises(StorageError):
+                    remove_directory(str(tmp_path / NAME))
+            else:
+                assert remove_directory(str(tmp_path / NAME))
+        if not double.failed:
+            break
+        assert ("left behind" in caplog.text) == (nth > 2)
+        with using(FailingLowerLayer(1000, errno.EIO)):
+            if nth > 1:
+                save(tmp_path / NAME, 2)
+                assert step_in(tmp_path / NAME) == 2
+            assert remove_directory(str(tmp_path / NAME))
+    assert os.listdir(tmp_path) == []
+
+
+def test_removal_under_the_final_name_is_left_to_the_process_that_does_it(tmp_path: Path, leak_check: None) -> None:
+    class Swept(LowerLayer):
+        swept_count = 0
+
+        def around(self, operation: Operation) -> AbstractContextManager[None]:
+            if operation.name == "unlink":
+                with using(Filesystem()):
+                    assert sweep_directories(str(tmp_path), STEPS) == []
+                    run_in_child(lambda report: report(len(sweep_directories(str(tmp_path), STEPS))))
+                self.swept_count += 1
+            return nullcontext()
+
+    save(tmp_path / NAME)
+    with using(double := Swept()):
+        assert remove_directory(str(tmp_path / NAME))
+    assert double.swept_count == 3
+    assert os.listdir(tmp_path) == []
+
+
+def test_file_called_as_a_removed_manifest_is_no_leftover_of_a_removal(tmp_path: Path) -> None:
+    for name, manifest in ((NAME, "MANIFEST.json"), ("other", "notes.txt")):
+        (tmp_path / name).mkdir()
+        for file in (manifest, "MANIFEST.json.removed"):
+            (tmp_path / name / file).write_bytes(b"{}")
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "other")
+    assert sweep_directories(str(tmp_path), STEPS) == []
+    assert sorted(os.listdir(tmp_path)) == ["other", NAME, "step-00000002"]
+    assert all(len(os.listdir(tmp_path / name)) == 2 for name in (NAME, "other"))
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, make_foreign, make_link, Path.touch])
