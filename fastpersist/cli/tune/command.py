@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the findings, write the file.
 
     Raises:
-        ConfigError: DIR is no directory, or there is no place for the file.
+        ConfigError: DIR is no directory, or there is no place for the file that can be written.
         NoSpaceError: DIR has no room.
         StorageError: DIR takes no files, or the tuning file cannot be written.
     """
@@ -155,7 +155,7 @@ def _place(arguments: argparse.Namespace) -> str:
     if arguments.output is not None:
         if os.path.isdir(arguments.output) or not os.path.isdir(os.path.dirname(absolute_path(arguments.output))):
             raise ConfigError(f"--output {arguments.output} is no name for a file in a directory that is there")
-        return str(arguments.output)
+        return _writable(str(arguments.output), arguments)
     with storage_errors("opening", arguments.directory):
         fd = os.open(arguments.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -164,6 +164,18 @@ def _place(arguments: argparse.Namespace) -> str:
         os.close(fd)
     if place is None:
         raise ConfigError("there is no home directory for the tuning file; name one with --output FILE")
+    return _writable(place, arguments)
+
+
+def _writable(place: str, arguments: argparse.Namespace) -> str:
+    """Return the path if its directory can be written, or made; a dry run does not need that."""
+    from fastpersist.errors import ConfigError
+
+    above = os.path.dirname(os.path.realpath(place))
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not arguments.dry_run and not (os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK)):
+        raise ConfigError(f"the tuning file {place} cannot be written; name another with --output FILE")
     return place
 
 

@@ -6,6 +6,7 @@ test_tune_search.py, and what each value does in tests/unit/test_config_tuning.p
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from support.forking import in_child
+from support.sandbox import small_filesystem
 
 import fastpersist as fp
 from fastpersist import _native
@@ -417,6 +419,33 @@ def test_places_that_are_not_there_are_told_before_anything_is_measured(
     monkeypatch.setattr(tune, "_tune", None)
     assert main(["tune", *words]) == 2
     assert "fastpersist: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["home", "output"])
+def test_places_that_cannot_be_written_are_told_before_anything_is_measured(
+    place: str, disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*arguments: object) -> None:
+        raise StorageError(errno.EIO, "this goes on to measure")
+
+    monkeypatch.setattr(tune, "_tune", measure)
+    words = ["--output", str(tmp_path / "mounted-tmpfs" / "mine.toml")] if place == "output" else []
+    with small_filesystem("tmpfs", tmp_path, size_mib=1) as root:
+        if place == "home":
+            monkeypatch.setenv("XDG_CONFIG_HOME", str(root / "not" / "there"))
+        assert run_tune(disk, *words) == 2
+        assert "goes on to measure" in capsys.readouterr().err
+        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+        assert run_tune(disk, *words) == 2
+        told = capsys.readouterr().err
+        assert f"{root}/" in told
+        assert "cannot be written" in told
+        assert "--output FILE" in told
+        assert run_tune(disk, *words, "--dry-run") == 2
+        assert "goes on to measure" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CONFIG_HOME", os.devnull)
+    assert run_tune(disk) == 2
+    assert "--output FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--seconds", "0"], ["--seconds", "inf"], ["--size-mb", "0"], ["--seconds", "nan"]])
