@@ -13,6 +13,7 @@ import platform
 import shlex
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +145,7 @@ def _device_model(source: str) -> str:
 
 
 def _cpu_model() -> str:
-    with open("/proc/cpuinfo") as file:
+    with suppress(OSError), open("/proc/cpuinfo") as file:  # no /proc here
         for line in file:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()

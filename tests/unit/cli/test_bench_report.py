@@ -1,13 +1,16 @@
-"""The command line above every report of a bench: it runs the same again."""
+"""What stands above every report of a bench: the command line, which runs the same again, and the machine."""
 
 from __future__ import annotations
 
+import builtins
 import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fastpersist.cli import _parser
-from fastpersist.cli.bench.report import command_line_text
+from fastpersist.cli.bench.report import command_line_text, machine_facts
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,17 @@ def test_command_line_is_what_differs_from_the_defaults(words: str, text: str) -
         del one.parser
         one.json = None
     assert again == arguments
+
+
+def test_facts_on_the_machine_need_no_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", opened)
+    facts = machine_facts(str(tmp_path))
+    assert facts["cpu_model"] == ""
+    assert facts["file_system"] == "unknown"
