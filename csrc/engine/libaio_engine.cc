@@ -146,7 +146,9 @@ Status LibaioEngine::Open() {
     const int answer = Setup(depth, &context_->id);
     if (answer < 0) return SetupError(-answer, "io_setup", depth);
   }
-  // A sandbox may allow requests, but not to learn of their end; then another engine must be taken now.
+  // A sandbox may allow a context, but no requests, or not to learn of their end: then take another engine now.
+  const int sent = Send(context_->id, 0, nullptr);
+  if (sent < 0) return SetupError(-sent, "io_submit", depth);
   timespec at_once = {};
   const int asked = GetEvents(context_->id, 0, events_.size(), events_.data(), &at_once);
   return asked < 0 && asked != -EINTR ? SetupError(-asked, "io_getevents", depth) : Status::Ok();

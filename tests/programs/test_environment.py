@@ -22,6 +22,7 @@ from support.sandbox import (
     FILESYSTEMS,
     IO_GETEVENTS,
     IO_SETUP,
+    IO_SUBMIT,
     IO_URING_ENTER,
     IO_URING_SETUP,
     become_ordinary_user,
@@ -215,7 +216,9 @@ def test_denied_io_uring_enter_leaves_another_engine_to_every_kind_of_file(tmp_p
         assert torch.equal(rows.gather(ids), value[ids])
 
 
-@pytest.mark.parametrize(("denied", "name"), [(IO_SETUP, "io_setup"), (IO_GETEVENTS, "io_getevents")])
+@pytest.mark.parametrize(
+    ("denied", "name"), [(IO_SETUP, "io_setup"), (IO_SUBMIT, "io_submit"), (IO_GETEVENTS, "io_getevents")]
+)
 @in_child({})
 def test_denied_io_uring_and_aio_leave_threads(
     denied: int, name: str, tmp_path: Path, announce_anew: None, caplog: pytest.LogCaptureFixture

@@ -23,7 +23,7 @@ import pytest
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting and sysctls need root")
 
 IO_URING_SETUP, IO_URING_ENTER = 425, 426
-IO_SETUP, IO_GETEVENTS = {"x86_64": (206, 208), "aarch64": (0, 4)}.get(platform.machine(), (-1, -1))
+IO_SETUP, IO_GETEVENTS, IO_SUBMIT = {"x86_64": (206, 208, 209), "aarch64": (0, 4, 2)}.get(platform.machine(), (-1,) * 3)
 
 _UNMOUNT_PATIENCE_S = 30
 _ORDINARY_USER = 65534  # "nobody" everywhere
