@@ -1,4 +1,4 @@
-"""Ids of rows as callers give them → a flat int64 tensor and its shape, all of them rows of the table."""
+"""What callers give: ids of rows → a flat int64 tensor of valid ids and its shape; and a tensor to be filled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fastpersist.errors import ConfigError, RowIndexError
-from fastpersist.transfer.tensor_memory import address_of
+from fastpersist.transfer.tensor_memory import address_of, check_bytes
 
-__all__ = ["checked_ids", "is_traced", "plain_array"]
+__all__ = ["check_out", "checked_ids", "count_change", "is_traced", "plain_array"]
 
 _WHOLE_NUMBERS = {
     getattr(torch, name) for name in ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
@@ -71,6 +71,30 @@ def plain_array(given: Any) -> Any:
     if not hasattr(given, "__array_interface__"):
         return given
     return given.astype(given.dtype.newbyteorder("="), order="C", copy=not given.flags.writeable)
+
+
+def check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse a tensor that rows of this shape and dtype cannot be written to.
+
+    Raises:
+        ConfigError: It does not fit, has no memory of its own on the CPU, or requires a gradient.
+    """
+    if not isinstance(out, torch.Tensor) or not out.is_cpu or out.layout != torch.strided:
+        raise ConfigError("out is a tensor on the CPU; use device= for rows on a device")
+    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
+        raise ConfigError(
+            f"out is a contiguous tensor of {dtype} and shape {shape}, not one of {out.dtype} and shape "
+            f"{tuple(out.shape)}{'' if out.is_contiguous() else ' that is not contiguous'}"
+        )
+    check_bytes(out)
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
+
+
+def count_change(out: torch.Tensor) -> None:
+    """Let code that compares the version of a tensor see that it changes."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _indices(flat_index: int, shape: torch.Size) -> list[int]:

@@ -39,11 +39,11 @@ from fastpersist.rows.device_rows import (
     kept_on_device,
     send_rows,
 )
-from fastpersist.rows.ids import checked_ids, is_traced
+from fastpersist.rows.ids import check_out, checked_ids, count_change, is_traced
 from fastpersist.rows.opening import RowSource, Source, as_absolute, facts_of, open_rows
 from fastpersist.transfer.arena import available_bytes_per_rank
 from fastpersist.transfer.engine_selection import announce_engine, engine_ladder, refuse_null_engine, require_engine
-from fastpersist.transfer.tensor_memory import address_of, check_bytes
+from fastpersist.transfer.tensor_memory import address_of
 from fastpersist.transfer.tensor_requests import checked_number
 from fastpersist.transfer.torch_boundary import untraced
 from fastpersist.uncopied import Uncopied
@@ -332,18 +332,22 @@ class RowStore:
         native = self._opened()
         if device is None and type(ids) is torch.Tensor and ids.dtype is torch.int64 and not is_traced():
             rows = self._new_rows(ids.shape, None) if out is None else out
-            if native.bring_plain(self._plain, ids, rows):  # the usual case, without most of the checks below
-                if out is not None:
-                    _count_change(out)
+            is_brought = True  # an error may come after a part
+            try:
+                is_brought = native.bring_plain(self._plain, ids, rows)  # the usual case, without most checks below
+            finally:
+                if is_brought and out is not None:
+                    count_change(out)
+            if is_brought:
                 return rows
         flat, shape = self._checked(native, ids)
         wanted = checked_device(device)
         if out is not None:
-            self._checked_out(out, shape)
+            check_out(out, (*shape, *self.row_shape), self.dtype)
             if flat.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < flat.data_ptr() + flat.nbytes:
                 flat = flat.clone()  # rows must not overwrite ids
+            count_change(out)
             self._bring(native, flat, out, 0)
-            _count_change(out)
             return out if wanted is None else out.to(wanted)
         flat, split = self._split(flat, wanted)
         asked = self._ask(native, flat, wanted, 0)
@@ -600,19 +604,6 @@ class RowStore:
         rows = rows if rows.shape == wanted else rows.view(wanted)
         return rows if device is None else rows.to(device, non_blocking=True)
 
-    def _checked_out(self, out: torch.Tensor, shape: torch.Size) -> None:
-        wanted = (*shape, *self.row_shape)
-        if not isinstance(out, torch.Tensor) or not out.is_cpu or out.layout != torch.strided:
-            raise ConfigError("out is a tensor on the CPU; use device= for rows on a device")
-        if out.shape != wanted or out.dtype != self.dtype or not out.is_contiguous():
-            raise ConfigError(
-                f"out is a contiguous tensor of {self.dtype} and shape {wanted}, not one of {out.dtype} and shape "
-                f"{tuple(out.shape)}{'' if out.is_contiguous() else ' that is not contiguous'}"
-            )
-        check_bytes(out)
-        if out.requires_grad and torch.is_grad_enabled():
-            raise ConfigError("out requires a gradient, which rows from a disk do not have; pass out.detach()")
-
     def _bring(self, native: _native.RowStore, ids: torch.Tensor, rows: torch.Tensor, batch: int) -> None:
         """Read rows and wait for them."""
         native.bring(ids.data_ptr(), ids.numel(), rows.data_ptr(), batch, rows)
@@ -760,12 +751,6 @@ class _Asked(NamedTuple):
 class _UnderWay(NamedTuple):
     size_bytes: int
     ticket: weakref.ref[RowTicket]
-
-
-def _count_change(out: torch.Tensor) -> None:
-    """Let code that compares the version of a tensor see that it has changed."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
 
 
 def _ladder(engine: str, fds: Sequence[int]) -> list[str]:

@@ -119,6 +119,16 @@ def test_a_failed_read_is_the_error_of_all_that_read(name: str, path: Path) -> N
             store.gather_unique([8, 8])
 
 
+@pytest.mark.parametrize("ids", [FEW, FEW.int()], ids=["int64", "int32"])
+def test_an_out_counts_as_changed_if_a_read_fails_since_a_part_may_be_written(ids: torch.Tensor, path: Path) -> None:
+    out = torch.zeros(len(ids), ROW_BYTES // 4, dtype=torch.int32)
+    with RowStore(path, engine="fault:threads-buffered", cache_bytes=0) as store:
+        version = out._version
+        with faults(nth=2), pytest.raises(StorageError):
+            store.gather(ids, out=out)
+        assert out._version > version
+
+
 def test_an_error_of_a_packed_table_names_the_id_and_not_the_position(path: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed.npy"
     pack_rows(path, packed, order=torch.arange(COUNT))  # the last id comes first
