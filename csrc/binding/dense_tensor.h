@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
-#include <numeric>
 #include <span>
 
 namespace fastpersist {
@@ -35,7 +33,9 @@ struct DenseTensor {
   }
 
   uint64_t ElementCount() const {
-    return std::accumulate(shape().begin(), shape().end(), uint64_t{1}, std::multiplies<uint64_t>());
+    uint64_t count = 1;
+    for (const int64_t extent : shape()) count *= uint64_t(extent);
+    return count;
   }
 
   // Whether the elements lie one after the other, in order of their indices.

@@ -56,7 +56,7 @@ class [[gnu::visibility("hidden")]] PlainRows {
   // Returns nothing unless these are int64 ids and a tensor of the shape and dtype of their rows, both of type
   // torch.Tensor, contiguous and with their values in memory, which they do not share, and the rows need no gradient.
   std::optional<Memory> MemoryOf(PyObject* ids, PyObject* rows) const {
-    DenseTensor of_ids, of_rows, of_row;
+    DenseTensor of_ids{}, of_rows{}, of_row{};
     if (!IsPlain(ids, of_ids) || !IsPlain(rows, of_rows) || !tensors_.Describe(row_.ptr(), of_row)) return {};
     if (of_ids.type_code != DenseTensor::kSignedInteger || of_ids.type_bits != 64 ||
         dtype_.Of(rows).ptr() != dtype_.Of(row_.ptr()).ptr())

@@ -19,7 +19,6 @@ constexpr uint8_t kCountMax = 15;         // the low bits of a cell; its tag is 
 
 constexpr uint32_t kPlacesPerSlot = 2;  // the most places of the directory for each slot
 
-
 uint16_t TagOf(uint64_t hash) { return static_cast<uint16_t>(hash & 0xfff0); }
 
 // Make room in an empty vector, on huge pages, because look-ups are random.
