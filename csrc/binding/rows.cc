@@ -58,9 +58,8 @@ class [[gnu::visibility("hidden")]] PlainRows {
   std::optional<Memory> MemoryOf(PyObject* ids, PyObject* rows) const {
     DenseTensor of_ids{}, of_rows{}, of_row{};
     if (!IsPlain(ids, of_ids) || !IsPlain(rows, of_rows) || !tensors_.Describe(row_.ptr(), of_row)) return {};
-    if (of_ids.type_code != DenseTensor::kSignedInteger || of_ids.type_bits != 64 ||
-        dtype_.Of(rows).ptr() != dtype_.Of(row_.ptr()).ptr())
-      return {};
+    if (of_ids.type_code != DenseTensor::kSignedInteger || of_ids.type_bits != 64) return {};
+    if (dtype_.Of(rows).ptr() != dtype_.Of(row_.ptr()).ptr()) return {};
     const size_t id_dims = of_ids.shape().size();
     if (of_rows.shape().size() != id_dims + of_row.shape().size() ||
         !std::ranges::equal(of_rows.shape().first(id_dims), of_ids.shape()) ||
@@ -68,18 +67,19 @@ class [[gnu::visibility("hidden")]] PlainRows {
       return {};
     }
     const uint64_t element_bytes = uint64_t{of_rows.type_bits} * of_rows.type_lanes / 8;
-    const uint64_t row_bytes = of_rows.ElementCount() * element_bytes;
+    const uint64_t size_bytes = of_rows.ElementCount() * element_bytes;
     const py::object storage = untyped_storage_.Of(rows);  // which may have been made smaller than the tensor
     const uint64_t offset_bytes = AsUnsigned(storage_offset_.Of(rows)) * element_bytes;
-    if (offset_bytes + row_bytes > AsUnsigned(bytes_of_storage_.Of(storage.ptr()))) return {};
+    if (offset_bytes + size_bytes > AsUnsigned(bytes_of_storage_.Of(storage.ptr()))) return {};
     const Memory found = {IdsAt(of_ids.address(), of_ids.ElementCount()),
-                          {reinterpret_cast<std::byte*>(of_rows.address()), row_bytes}};
-    const bool share = of_ids.address() < of_rows.address() + row_bytes &&
+                          {reinterpret_cast<std::byte*>(of_rows.address()), size_bytes}};
+    const bool share = of_ids.address() < of_rows.address() + size_bytes &&
                        of_rows.address() < of_ids.address() + found.ids.size_bytes();
     return share ? std::nullopt : std::optional(found);
   }
 
  private:
+  // Complex tensors are left out, and those with the negative bit: their values may not be those in memory.
   bool IsPlain(PyObject* object, DenseTensor& found) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_.ptr() && tensors_.Describe(object, found) &&
            found.device_kind == DenseTensor::kHost && found.type_code != DenseTensor::kComplex &&
@@ -230,11 +230,12 @@ class PyRowStore {
                                           std::move(owner));
   }
 
-  // Start a request and wait for it. If the wait is interrupted, nothing is written to the result any more.
+  // Starts a request and waits for it. If the wait is interrupted, nothing is written to the result any more.
   void Bring(uintptr_t ids, size_t count, uintptr_t result, uint32_t batch, py::object owner) {
     Start(ids, count, result, batch, std::move(owner))->WaitAndRaise();
   }
 
+  // Does the same for plain tensors. Returns false, and does nothing, if these are none or an id is no row.
   bool BringPlain(const PlainRows& plain, const py::object& ids, const py::object& rows) {
     const std::optional<PlainRows::Memory> memory = plain.MemoryOf(ids.ptr(), rows.ptr());
     if (!memory.has_value()) return false;
