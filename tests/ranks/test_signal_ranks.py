@@ -34,6 +34,17 @@ class Told:
         self.steps.append(self._run.step)
 
 
+def train_until_told(handler: Told, run: Run, checkpoints: fp.Checkpointer, occasions_per_step: int) -> None:
+    """Go on as with micro-batches, at most to step 30, until the handler was told of a step."""
+    occasion_count = 0
+    while not handler.steps and run.step < 30:
+        together()
+        occasion_count += 1
+        if occasion_count % occasions_per_step == 0:
+            run.advance()
+        checkpoints.poll()
+
+
 def together() -> None:
     """Do what a step does with the other ranks."""
     dist.all_reduce(torch.ones(8))
@@ -172,13 +183,7 @@ def test_step_that_was_resumed_from_is_saved_already(tmp_path: Path, looks_back:
             checkpoints.save_on_signal(lambda: (run.step, run.state()), SIGNALS)
             if rank == 0:
                 send()
-            occasion_count = 0
-            while not handler.steps and run.step < 30:
-                together()
-                occasion_count += 1
-                if occasion_count % 4 == 0:  # as with micro-batches
-                    run.advance()
-                checkpoints.poll()
+            train_until_told(handler, run, checkpoints, occasions_per_step=4)
         return handler.steps
 
     first, other = run_ranks(2, work)
@@ -289,13 +294,7 @@ def test_step_that_was_saved_with_another_group_is_saved_already(tmp_path: Path)
             checkpoints.rebind(dist.new_group([1, 0]))
             if rank == 1:
                 send()
-            occasion_count = 0
-            while not handler.steps and run.step < 30:
-                together()
-                occasion_count += 1
-                if occasion_count % 10 == 0:
-                    run.advance()
-                checkpoints.poll()
+            train_until_told(handler, run, checkpoints, occasions_per_step=10)
         return handler.steps, said
 
     (first, said), other = run_ranks(2, work)
